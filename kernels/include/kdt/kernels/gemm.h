@@ -1,0 +1,22 @@
+// y = x W^T (or y += x W^T with accumulate). Each output is one dot product whose order of summation does not depend on
+// the number of rows, so a row gives the same bits alone and in a batch.
+#pragma once
+
+#include "kdt/kernels/tensor.h"
+
+namespace kdt::kernels {
+
+struct GemmArgs {
+  Tensor x;         // activation dtype [rows, in]
+  Tensor w;         // bf16 [out, in], as stored in checkpoints
+  Tensor y;         // activation dtype or f32 [rows, out]
+  bool accumulate = false;
+};
+
+// out = silu(gate) * up, where x holds gate in columns [0, n) and up in [n, 2n).
+struct SiluMulArgs {
+  Tensor x;    // [rows, 2n]
+  Tensor out;  // [rows, n]
+};
+
+}  // namespace kdt::kernels

@@ -1,0 +1,25 @@
+// The two absorbed projections of multi-head latent attention (DeepSeek-V2, section 2.1): with kv_b_proj split a head
+// into W_uk [nope, latent] and W_uv [v, latent],
+//   query:  q_out[r, h, 0:latent] = q[r, h, 0:nope] W_uk[h];  q_out[r, h, latent:latent+rope] = q[r, h, nope:nope+rope]
+//   value:  out[r, h, 0:v] = W_uv[h] attended[r, h, 0:latent]
+#pragma once
+
+#include "kdt/kernels/tensor.h"
+
+namespace kdt::kernels {
+
+struct AbsorbQueryArgs {
+  Tensor q;                // [rows, heads * (nope + rope)], rope part already rotated
+  const uint16_t* w_kv_b;  // bf16 [heads, nope + v, latent]: kv_b_proj rows of this rank's heads as stored
+  int64_t heads, nope, rope, v, latent;
+  Tensor out;              // [rows, heads * (latent + rope)]
+};
+
+struct AbsorbValueArgs {
+  Tensor attended;         // [rows, heads * latent]
+  const uint16_t* w_kv_b;  // as above
+  int64_t heads, nope, v, latent;
+  Tensor out;              // [rows, heads * v]
+};
+
+}  // namespace kdt::kernels

@@ -1,0 +1,23 @@
+// DeepSeek-V3 routing ("noaux_tc" with one group): scores = sigmoid(x W^T) in float32; the top_k experts by
+// scores + bias; weights = their scores without the bias, normalised to sum 1 (+1e-20) when `normalize`, times `scale`.
+// Ties go to the lower expert index. Experts of a row are listed by rising index, so that sums over experts have one order.
+#pragma once
+
+#include "kdt/kernels/tensor.h"
+
+namespace kdt::kernels {
+
+inline constexpr int kMaxExpertsPerToken = 32;
+
+struct RouterArgs {
+  Tensor x;             // [rows, hidden]
+  Tensor w;             // bf16 or f32 [experts, hidden]
+  const float* bias;    // [experts]
+  int64_t top_k;        // 1 .. kMaxExpertsPerToken
+  bool normalize;
+  float scale;
+  int32_t* expert_ids;  // [rows, top_k]
+  float* weights;       // [rows, top_k]
+};
+
+}  // namespace kdt::kernels

@@ -1,0 +1,36 @@
+// Attention of tree rows over a latent KV pool (MLA, absorbed form: one KV head of width latent + rope; the value is the
+// first `latent` columns of the key).
+//
+// Row r of sequence s, at row index i = r - row_begin[s] within the sequence, sees
+//   - all committed positions p < context_length[s], through slot_table[s, p], and
+//   - of its own rows the ones its mask allows: row j lies in slot slot_table[s, context_length[s] + j];
+//     causal[s]: j <= i (a chain: prefill chunk);  else bit j of ancestor_bits[r] (itself included).
+//   out[r, h] = sum_k softmax_k(scale * q[r, h] . key_k) key_k[0:latent]
+// A row's keys are summed in position order (prefix, then its own rows by rising j), in blocks counted over the keys it
+// sees, so on the CPU a tree row gives the bits that plain decoding at its position gives.
+// Rows outside every sequence's range are padding: they are left as they are.
+#pragma once
+
+#include "kdt/kernels/tensor.h"
+
+namespace kdt::kernels {
+
+inline constexpr int kMaxTreeRows = 256;                 // rows a tree, root included
+inline constexpr int kAncestorWords = kMaxTreeRows / 64;  // uint64 words a row of ancestor bits
+
+struct VerifyAttentionArgs {
+  Tensor q;                         // [rows, heads * (latent + rope)]
+  Tensor pool;                      // one layer: f32 or bf16 [slots, latent + rope]
+  int64_t heads, latent, rope;
+  float scale;
+  int64_t sequences;
+  const int32_t* row_begin;         // [sequences + 1]: sequence s has rows row_begin[s] .. row_begin[s + 1]
+  const int32_t* context_length;    // [sequences]: committed tokens, own rows not counted
+  const uint8_t* causal;            // [sequences]
+  const int32_t* slot_table;        // [sequences, table_stride]
+  int64_t table_stride;
+  const uint64_t* ancestor_bits;    // [rows, kAncestorWords]; not read for causal sequences
+  Tensor out;                       // [rows, heads * latent]
+};
+
+}  // namespace kdt::kernels
