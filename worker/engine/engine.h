@@ -1,0 +1,55 @@
+// One rank's model: applies a step's sequence operations, runs the forward over all rows, samples, walks the trees,
+// commits, drafts. Single-threaded: one step at a time.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kdt/kernels/backend.h"
+#include "kdt/v1/worker.pb.h"
+#include "worker/collective/collective.h"
+
+namespace kdt {
+
+struct EngineOptions {
+  std::string model_dir;
+  std::string drafter_dir;       // empty: no drafter
+  int rank = 0;
+  int tp = 1;                    // must divide heads, experts' width / 32, vocabulary, dense width: INVALID_ARGUMENT names which
+  kernels::DType kv_dtype = kernels::DType::kF32;
+  int64_t kv_slots = 0;          // usable slots; 0: derived from kv_bytes
+  int64_t kv_bytes = int64_t{1} << 30;  // memory for target and drafter pools
+  int64_t max_rows = 1024;       // rows a step
+  int64_t max_sequences = 256;
+  int64_t max_context = 0;       // 0: the model's
+  int64_t max_tree_nodes = 256;  // root included
+};
+
+// Called from Load with bytes copied so far and in all.
+using LoadProgress = std::function<void(uint64_t loaded, uint64_t total)>;
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  // Reads this rank's slices of the checkpoint. Errors name file, tensor or config field.
+  static absl::StatusOr<std::unique_ptr<Engine>> Load(const EngineOptions& options, kernels::Backend* backend,
+                                                      const LoadProgress& progress);
+
+  // Drops all sequences and uses `collective` from now on (owned by the caller, alive until the next call).
+  virtual void StartEpoch(Collective* collective) = 0;
+
+  // Runs one step. The request's every field is checked before anything changes. An error Status means that the step failed
+  // as a whole (a bad request, a dead collective, a device fault) and the epoch is over. On rank 0 `response.results`
+  // is filled; digest, timings and pool always.
+  virtual absl::Status Step(const v1::StepRequest& request, v1::StepResponse* response) = 0;
+
+  // Identity and sizes: every field of DescribeResponse the engine knows.
+  virtual void Describe(v1::DescribeResponse* response) const = 0;
+};
+
+}  // namespace kdt
