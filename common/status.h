@@ -1,4 +1,5 @@
-// Error plumbing: every path that input can reach returns absl::Status; impossible states abort with a message.
+// Error plumbing: every path that input can reach returns absl::Status; impossible states abort with a
+// message.
 #pragma once
 
 #include <cstdio>
@@ -10,10 +11,10 @@
 #define KDT_CONCAT_INNER(a, b) a##b
 #define KDT_CONCAT(a, b) KDT_CONCAT_INNER(a, b)
 
-#define KDT_RETURN_IF_ERROR(expr)                     \
-  do {                                                \
-    ::absl::Status kdt_status = (expr);               \
-    if (!kdt_status.ok()) return kdt_status;          \
+#define KDT_RETURN_IF_ERROR(expr)            \
+  do {                                       \
+    ::absl::Status kdt_status = (expr);      \
+    if (!kdt_status.ok()) return kdt_status; \
   } while (false)
 
 // KDT_ASSIGN_OR_RETURN(auto x, MakeX());
@@ -24,10 +25,10 @@
   lhs = std::move(tmp).value()
 
 // For states that no input can cause: a broken invariant in our own code. Prints the text and aborts.
-#define KDT_CHECK(cond)                                                                              \
-  do {                                                                                               \
-    if (!(cond)) {                                                                                   \
-      std::fprintf(stderr, "%s:%d: check failed: %s\n", __FILE__, __LINE__, #cond);                  \
-      std::abort();                                                                                  \
-    }                                                                                                \
+#define KDT_CHECK(cond)                                                             \
+  do {                                                                              \
+    if (!(cond)) {                                                                  \
+      std::fprintf(stderr, "%s:%d: check failed: %s\n", __FILE__, __LINE__, #cond); \
+      std::abort();                                                                 \
+    }                                                                               \
   } while (false)
