@@ -1,0 +1,71 @@
+// Child processes: start, watch, signal. Used by kdt-launch and by tests that start real processes.
+#pragma once
+
+#include <sys/types.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace kdt {
+
+class ChildProcess {
+ public:
+  struct Options {
+    std::string name;                // for messages: "worker 3"
+    std::vector<std::string> argv;   // argv[0] is the program's path
+    bool capture_stdout = false;     // read it through stdout_fd(); otherwise inherited
+    bool discard_stderr = false;
+    std::string stderr_path;         // append standard error to this file; empty: inherited
+  };
+
+  // NOT_FOUND when the program does not exist or cannot be executed.
+  static absl::StatusOr<ChildProcess> Start(const Options& options);
+
+  ChildProcess(ChildProcess&& other) noexcept;
+  ChildProcess& operator=(ChildProcess&& other) noexcept;
+  ChildProcess(const ChildProcess&) = delete;
+  ChildProcess& operator=(const ChildProcess&) = delete;
+  // Kills (SIGKILL) and reaps the process when it still runs.
+  ~ChildProcess();
+
+  const std::string& name() const { return name_; }
+  pid_t pid() const { return pid_; }
+  int stdout_fd() const { return stdout_fd_; }  // non-blocking; -1: not captured
+
+  // Reaps without waiting; true once the process has ended.
+  bool Ended();
+  // Waits up to `timeout_ms` for the end.
+  bool WaitEnded(int timeout_ms);
+  void Signal(int signal);
+
+  // Only after the end: "exited with status 3", "was killed by signal 9 (Killed)".
+  std::string EndReason() const;
+  // Exit status; empty when it was killed by a signal or still runs.
+  std::optional<int> exit_status() const;
+
+  // Reads standard output until a line that begins with `prefix` is complete and returns that line. UNAVAILABLE with the
+  // reason when the process ends first, DEADLINE_EXCEEDED after `timeout_ms`.
+  absl::StatusOr<std::string> WaitForLine(const std::string& prefix, int timeout_ms);
+
+ private:
+  ChildProcess() = default;
+
+  std::string name_;
+  pid_t pid_ = -1;
+  int stdout_fd_ = -1;
+  std::string unread_;          // standard output behind the last complete line
+  std::optional<int> status_;   // as waitpid gives it
+};
+
+// The folder of the running executable, for finding its siblings.
+std::string ExecutableDir();
+
+// A new folder of mode 0700 under the system's temporary folder, for unix sockets. Removed with its files by RemoveTree.
+absl::StatusOr<std::string> MakeTempDir(const std::string& prefix);
+void RemoveTree(const std::string& path);
+
+}  // namespace kdt
