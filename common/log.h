@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "spdlog/spdlog.h"
 
 namespace kdt {
@@ -13,3 +14,14 @@ namespace kdt {
 absl::Status InitLogging(const std::string& name, const std::string& level);
 
 }  // namespace kdt
+
+#ifndef ABSL_USES_STD_STRING_VIEW
+// Some distributions build Abseil with a string_view of its own; this lets it be logged ("{}", status.message()).
+template <>
+struct fmt::formatter<absl::string_view> : fmt::formatter<fmt::string_view> {
+  template <typename Context>
+  auto format(absl::string_view text, Context& context) const {
+    return fmt::formatter<fmt::string_view>::format(fmt::string_view(text.data(), text.size()), context);
+  }
+};
+#endif

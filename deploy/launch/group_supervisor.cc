@@ -1,0 +1,201 @@
+#include "deploy/launch/group_supervisor.h"
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "common/log.h"
+#include "common/status.h"
+
+namespace kdt {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr absl::string_view kCoordinatorReady = "kdt-coordinator ready ";
+constexpr milliseconds kEndGrace{1500};               // after SIGTERM, before SIGKILL
+constexpr std::chrono::minutes kRestartWindow{10};
+constexpr std::chrono::seconds kMaxBackoff{30};
+
+}  // namespace
+
+GroupSupervisor::~GroupSupervisor() {
+  EndAll(milliseconds(0));
+  if (!socket_dir_.empty()) RemoveTree(socket_dir_);
+}
+
+std::string GroupSupervisor::WorkerAddress(int rank) const {
+  return absl::StrCat("unix:", socket_dir_, "/rank", rank, ".sock");
+}
+
+absl::Status GroupSupervisor::StartWorkers() {
+  workers_.clear();
+  for (int rank = 0; rank < options_.tp; ++rank) {
+    ChildProcess::Options process;
+    process.name = absl::StrCat("worker ", rank);
+    process.argv = {absl::StrCat(options_.bin_dir, "/kdt-worker"), absl::StrCat("--rank=", rank),
+                    absl::StrCat("--tp=", options_.tp), absl::StrCat("--listen=", WorkerAddress(rank)),
+                    "--die_with_parent"};
+    if (options_.metrics_port >= 0) {
+      const int port = options_.metrics_port == 0 ? 0 : options_.metrics_port + 1 + rank;
+      process.argv.push_back(absl::StrCat("--metrics_port=", port));
+    }
+    process.argv.insert(process.argv.end(), options_.worker_args.begin(), options_.worker_args.end());
+    process.capture_stdout = true;  // its own ready line is not for the launcher's reader
+    KDT_ASSIGN_OR_RETURN(ChildProcess worker, ChildProcess::Start(process));
+    workers_.push_back(std::move(worker));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status GroupSupervisor::StartCoordinator() {
+  std::vector<std::string> addresses;
+  for (int rank = 0; rank < options_.tp; ++rank) addresses.push_back(WorkerAddress(rank));
+  ChildProcess::Options process;
+  process.name = "coordinator";
+  process.argv = {absl::StrCat(options_.bin_dir, "/kdt-coordinator"),
+                  absl::StrCat("--workers=", absl::StrJoin(addresses, ",")), "--die_with_parent",
+                  absl::StrCat("--drain_timeout_s=", options_.drain_timeout_s),
+                  absl::StrCat("--on_group_loss=", options_.on_loss == OnLoss::kRestart ? "rejoin" : "exit")};
+  if (options_.metrics_port >= 0) {
+    process.argv.push_back(absl::StrCat("--metrics_port=", options_.metrics_port));
+  }
+  process.argv.insert(process.argv.end(), options_.coordinator_args.begin(), options_.coordinator_args.end());
+  process.capture_stdout = true;
+  KDT_ASSIGN_OR_RETURN(ChildProcess coordinator, ChildProcess::Start(process));
+  coordinator_.emplace(std::move(coordinator));
+  return absl::OkStatus();
+}
+
+absl::Status GroupSupervisor::Start() {
+  KDT_ASSIGN_OR_RETURN(socket_dir_, MakeTempDir("kdt-group-"));
+  KDT_RETURN_IF_ERROR(StartWorkers());
+  return StartCoordinator();
+}
+
+void GroupSupervisor::ReadCoordinatorOutput() {
+  char buffer[4096];
+  const ssize_t got = read(coordinator_->stdout_fd(), buffer, sizeof(buffer));
+  if (got <= 0) return;  // its end is told by SIGCHLD
+  coordinator_output_.append(buffer, static_cast<size_t>(got));
+  for (size_t end = coordinator_output_.find('\n'); end != std::string::npos; end = coordinator_output_.find('\n')) {
+    absl::string_view line(coordinator_output_.data(), end);
+    if (absl::ConsumePrefix(&line, kCoordinatorReady)) {
+      std::printf("kdt ready %.*s\n", static_cast<int>(line.size()), line.data());
+      std::fflush(stdout);
+    }
+    coordinator_output_.erase(0, end + 1);
+  }
+}
+
+ChildProcess* GroupSupervisor::FirstEnded() {
+  ChildProcess* first = nullptr;
+  for (ChildProcess& worker : workers_) {
+    if (!worker.Ended()) continue;
+    const bool killed = !worker.exit_status().has_value();
+    if (first == nullptr || (killed && first->exit_status().has_value())) first = &worker;
+  }
+  if (first == nullptr && coordinator_.has_value() && coordinator_->Ended()) first = &*coordinator_;
+  return first;
+}
+
+bool GroupSupervisor::HandleLoss(const ChildProcess& lost) {
+  const std::string reason = absl::StrCat(lost.name(), " (pid ", lost.pid(), ") ", lost.EndReason());
+  if (first_loss_.empty()) first_loss_ = reason;
+  const bool is_worker = !coordinator_.has_value() || &lost != &*coordinator_;
+  const auto now = Clock::now();
+  losses_.push_back(now);
+  std::erase_if(losses_, [&](Clock::time_point at) { return now - at > kRestartWindow; });
+
+  const bool can_restart = options_.on_loss == OnLoss::kRestart && is_worker && !coordinator_->Ended();
+  if (!can_restart || static_cast<int>(losses_.size()) > options_.max_restarts) {
+    spdlog::error("{}; ending the group", reason);
+    if (first_loss_ != reason) spdlog::error("the first loss was: {}", first_loss_);
+    return false;
+  }
+  // All ranks together: the survivors hold collectives with the lost one.
+  const auto backoff = std::min<std::chrono::seconds>(std::chrono::seconds(1 << std::min<size_t>(losses_.size() - 1, 5)),
+                                                      kMaxBackoff);
+  spdlog::error("{}; restarting all {} workers in {} s", reason, options_.tp, backoff.count());
+  for (ChildProcess& worker : workers_) worker.Signal(SIGKILL);
+  for (ChildProcess& worker : workers_) worker.WaitEnded(5000);
+  std::this_thread::sleep_for(backoff);
+  const absl::Status started = StartWorkers();
+  if (!started.ok()) spdlog::error("{}; ending the group", started.message());
+  return started.ok();
+}
+
+int GroupSupervisor::Drain() {
+  spdlog::info("draining: no new requests, running ones get up to {} s", options_.drain_timeout_s);
+  coordinator_->Signal(SIGTERM);
+  const bool clean = coordinator_->WaitEnded(options_.drain_timeout_s * 1000 + 5000);
+  if (!clean) spdlog::warn("the coordinator did not end in time and is killed");
+  EndAll(kEndGrace);
+  spdlog::info("stopped");
+  return 0;
+}
+
+void GroupSupervisor::EndAll(milliseconds grace) {
+  std::vector<ChildProcess*> all;
+  for (ChildProcess& worker : workers_) all.push_back(&worker);
+  if (coordinator_.has_value()) all.push_back(&*coordinator_);
+  if (grace.count() > 0) {
+    for (ChildProcess* process : all) process->Signal(SIGTERM);
+  }
+  const auto deadline = Clock::now() + grace;
+  for (ChildProcess* process : all) {
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now()).count();
+    if (process->WaitEnded(static_cast<int>(std::max<int64_t>(left, 0)))) continue;
+    process->Signal(SIGKILL);
+    process->WaitEnded(5000);
+  }
+  workers_.clear();
+  coordinator_.reset();
+}
+
+int GroupSupervisor::Run() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  for (int signal : {SIGTERM, SIGINT, SIGCHLD}) sigaddset(&signals, signal);
+  sigprocmask(SIG_BLOCK, &signals, nullptr);
+  const int signal_fd = signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
+  KDT_CHECK(signal_fd >= 0);
+
+  const absl::Status started = Start();
+  if (!started.ok()) {
+    spdlog::error("{}", started.message());
+    close(signal_fd);
+    return 1;
+  }
+  int result = -1;
+  while (result < 0) {
+    pollfd fds[2] = {{signal_fd, POLLIN, 0}, {coordinator_->stdout_fd(), POLLIN, 0}};
+    // The time limit only guards against a lost wake-up; nothing is polled for.
+    poll(fds, coordinator_->Ended() ? 1 : 2, 1000);
+    if ((fds[1].revents & POLLIN) != 0) ReadCoordinatorOutput();
+    signalfd_siginfo info;
+    bool stop = false;
+    while (read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
+      stop = stop || info.ssi_signo == SIGTERM || info.ssi_signo == SIGINT;
+    }
+    if (stop) {
+      result = Drain();
+    } else if (const ChildProcess* lost = FirstEnded(); lost != nullptr && !HandleLoss(*lost)) {
+      EndAll(kEndGrace);
+      result = 1;
+    }
+  }
+  close(signal_fd);
+  return result;
+}
+
+}  // namespace kdt

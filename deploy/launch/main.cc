@@ -1,0 +1,116 @@
+// kdt-launch: starts a coordinator and its tensor-parallel workers on this host and ends them together.
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/strings/str_cat.h"
+#include "common/log.h"
+#include "common/process.h"
+#include "deploy/launch/group_supervisor.h"
+
+ABSL_FLAG(std::string, model, "", "folder of the target checkpoint");
+ABSL_FLAG(std::string, drafter, "", "folder of the DFlash drafter; empty: no speculation");
+ABSL_FLAG(int, tp, 8, "tensor-parallel size: worker processes");
+ABSL_FLAG(std::string, backend, "cpu", "worker backend");
+ABSL_FLAG(std::string, listen, "127.0.0.1:50051", "HOST:PORT of the public API; port 0 takes a free one");
+ABSL_FLAG(int, metrics_port, -1,
+          "Prometheus port of the coordinator, rank r has the port P + 1 + r; 0: each takes a free one; -1: none");
+ABSL_FLAG(int, threads, 0, "compute threads a worker (CPU); 0: the machine's cores shared out over the ranks");
+ABSL_FLAG(std::string, kv_dtype, "", "f32 or bf16; empty: the backend's default");
+ABSL_FLAG(int64_t, kv_bytes, 0, "bytes of KV pool a rank; 0: the worker's default");
+ABSL_FLAG(int64_t, kv_slots, 0, "KV slots a rank instead of kv_bytes; 0: by bytes");
+ABSL_FLAG(int64_t, max_context, 0, "longest context in tokens; 0: the model's");
+ABSL_FLAG(int, max_rows, 0, "most rows (prompt tokens and tree nodes) a step; 0: the worker's default");
+ABSL_FLAG(int, prefill_chunk, 0, "most prompt tokens of one request a step; 0: the coordinator's default");
+ABSL_FLAG(int, max_waiting, 0, "requests that may wait before new ones are refused; 0: the coordinator's default");
+ABSL_FLAG(int, step_timeout_ms, 0, "deadline of one step; 0: the coordinator's default");
+ABSL_FLAG(std::string, budget, "", "drafted nodes a tree: auto or a number; empty: the coordinator's default");
+ABSL_FLAG(std::string, tree, "", "best-first, spine-first or chain; empty: the coordinator's default");
+ABSL_FLAG(int, drain_timeout_s, 30, "on SIGTERM, how long running requests may go on");
+ABSL_FLAG(std::string, on_loss, "exit", "when a worker dies: exit (end the group) or restart (all workers together)");
+ABSL_FLAG(int, max_restarts, 5, "with --on_loss=restart: losses within ten minutes after which the launcher gives up");
+ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
+
+namespace {
+
+// Appends --name=value unless the value is the "not set" one, so that each default is told in one place only.
+template <typename T>
+void PassOn(std::vector<std::string>& args, const char* name, const T& value, const T& unset) {
+  if (value != unset) args.push_back(absl::StrCat("--", name, "=", value));
+}
+
+int Fail(const std::string& message) {
+  std::fprintf(stderr, "kdt-launch: %s\n", message.c_str());
+  return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage(
+      "starts a coordinator and its tensor-parallel workers on this host.\n"
+      "kdt-launch --model DIR [--drafter DIR] [--tp N] [--backend cpu|cuda] [--listen HOST:PORT]");
+  const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
+  if (rest.size() > 1) return Fail(absl::StrCat("unexpected argument \"", rest[1], "\""));
+  const std::string log_level = absl::GetFlag(FLAGS_log_level);
+  if (const absl::Status status = kdt::InitLogging("launch", log_level); !status.ok()) {
+    return Fail(std::string(status.message()));
+  }
+
+  kdt::GroupOptions options;
+  options.bin_dir = kdt::ExecutableDir();
+  options.tp = absl::GetFlag(FLAGS_tp);
+  options.metrics_port = absl::GetFlag(FLAGS_metrics_port);
+  options.drain_timeout_s = absl::GetFlag(FLAGS_drain_timeout_s);
+  options.max_restarts = absl::GetFlag(FLAGS_max_restarts);
+  const std::string model = absl::GetFlag(FLAGS_model);
+  const std::string drafter = absl::GetFlag(FLAGS_drafter);
+  const std::string on_loss = absl::GetFlag(FLAGS_on_loss);
+  if (model.empty()) return Fail("--model is required");
+  if (!std::filesystem::is_directory(model)) return Fail(absl::StrCat("--model: no folder ", model));
+  if (!drafter.empty() && !std::filesystem::is_directory(drafter)) {
+    return Fail(absl::StrCat("--drafter: no folder ", drafter));
+  }
+  if (options.tp < 1 || options.tp > 64) return Fail(absl::StrCat("--tp: ", options.tp, " is not in 1..64"));
+  if (options.metrics_port < -1 || options.metrics_port + options.tp > 65535) {
+    return Fail(absl::StrCat("--metrics_port: ", options.metrics_port, " leaves no port for every rank"));
+  }
+  if (options.drain_timeout_s < 0 || options.drain_timeout_s > 86400) {
+    return Fail(absl::StrCat("--drain_timeout_s: ", options.drain_timeout_s, " is not in 0..86400"));
+  }
+  if (options.max_restarts < 0) return Fail("--max_restarts: negative");
+  if (on_loss != "exit" && on_loss != "restart") {
+    return Fail(absl::StrCat("--on_loss: \"", on_loss, "\" is neither exit nor restart"));
+  }
+  options.on_loss = on_loss == "restart" ? kdt::OnLoss::kRestart : kdt::OnLoss::kExit;
+
+  int threads = absl::GetFlag(FLAGS_threads);
+  if (threads < 0 || threads > 1024) return Fail(absl::StrCat("--threads: ", threads, " is not in 0..1024"));
+  if (threads == 0) threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / options.tp);
+
+  options.worker_args = {absl::StrCat("--model=", model), absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend)),
+                         absl::StrCat("--threads=", threads), absl::StrCat("--log_level=", log_level)};
+  PassOn<std::string>(options.worker_args, "drafter", drafter, "");
+  PassOn<std::string>(options.worker_args, "kv_dtype", absl::GetFlag(FLAGS_kv_dtype), "");
+  PassOn<int64_t>(options.worker_args, "kv_bytes", absl::GetFlag(FLAGS_kv_bytes), 0);
+  PassOn<int64_t>(options.worker_args, "kv_slots", absl::GetFlag(FLAGS_kv_slots), 0);
+  PassOn<int64_t>(options.worker_args, "max_context", absl::GetFlag(FLAGS_max_context), 0);
+  PassOn<int>(options.worker_args, "max_rows", absl::GetFlag(FLAGS_max_rows), 0);
+
+  options.coordinator_args = {absl::StrCat("--model=", model), absl::StrCat("--listen=", absl::GetFlag(FLAGS_listen)),
+                              absl::StrCat("--log_level=", log_level)};
+  PassOn<std::string>(options.coordinator_args, "drafter", drafter, "");
+  PassOn<int>(options.coordinator_args, "prefill_chunk", absl::GetFlag(FLAGS_prefill_chunk), 0);
+  PassOn<int>(options.coordinator_args, "max_waiting", absl::GetFlag(FLAGS_max_waiting), 0);
+  PassOn<int>(options.coordinator_args, "step_timeout_ms", absl::GetFlag(FLAGS_step_timeout_ms), 0);
+  PassOn<std::string>(options.coordinator_args, "budget", absl::GetFlag(FLAGS_budget), "");
+  PassOn<std::string>(options.coordinator_args, "tree", absl::GetFlag(FLAGS_tree), "");
+
+  return kdt::GroupSupervisor(std::move(options)).Run();
+}
