@@ -2,9 +2,9 @@
 #pragma once
 
 #include <string>
-#include <string_view>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
 namespace kdt {
 
@@ -19,6 +19,6 @@ struct Address {
 };
 
 // INVALID_ARGUMENT says what is wrong; `what` names the flag or field ("--listen").
-absl::StatusOr<Address> ParseAddress(std::string_view text, std::string_view what);
+absl::StatusOr<Address> ParseAddress(absl::string_view text, absl::string_view what);
 
 }  // namespace kdt

@@ -8,11 +8,11 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
 namespace kdt {
 
@@ -34,8 +34,8 @@ enum class DType : uint8_t {
   kF64
 };
 
-size_t DTypeSize(DType dtype);            // bytes
-std::string_view DTypeName(DType dtype);  // as in the file: "BF16", "I32", ...
+size_t DTypeSize(DType dtype);             // bytes
+absl::string_view DTypeName(DType dtype);  // as in the file: "BF16", "I32", ...
 
 // A tensor in a mapped file; valid as long as the file (or checkpoint) that gave it lives.
 struct TensorView {
@@ -67,7 +67,7 @@ class SafetensorsFile {
   const std::string& path() const { return path_; }
   const std::map<std::string, TensorView, std::less<>>& tensors() const { return tensors_; }
   // NOT_FOUND names tensor and file.
-  absl::StatusOr<TensorView> Find(std::string_view name) const;
+  absl::StatusOr<TensorView> Find(absl::string_view name) const;
   // Tells the kernel that the pages wholly inside `bytes` (a part of a tensor's span) are not needed any
   // more: they leave this process's resident memory. Reading them again is allowed and reads the file again.
   void DropPages(std::span<const std::byte> bytes) const;
@@ -88,11 +88,11 @@ class Checkpoint {
   static absl::StatusOr<Checkpoint> Open(const std::string& folder);
 
   const std::string& folder() const { return folder_; }
-  bool Contains(std::string_view name) const;
-  absl::StatusOr<TensorView> Find(std::string_view name) const;
+  bool Contains(absl::string_view name) const;
+  absl::StatusOr<TensorView> Find(absl::string_view name) const;
   // The same with dtype and shape checked.
-  absl::StatusOr<TensorView> Find(std::string_view name, DType dtype, std::span<const int64_t> shape) const;
-  absl::StatusOr<TensorView> Find(std::string_view name, DType dtype,
+  absl::StatusOr<TensorView> Find(absl::string_view name, DType dtype, std::span<const int64_t> shape) const;
+  absl::StatusOr<TensorView> Find(absl::string_view name, DType dtype,
                                   std::initializer_list<int64_t> shape) const {
     return Find(name, dtype, std::span<const int64_t>(shape.begin(), shape.size()));
   }
