@@ -24,7 +24,8 @@ ABSL_FLAG(int, requests, 16, "requests in all");
 ABSL_FLAG(int, warmup, 1, "requests before those that count");
 ABSL_FLAG(int, prompt_tokens, 64, "length of the made-up prompts");
 ABSL_FLAG(int, output_tokens, 64, "tokens to generate each; with made-up prompts the end token is ignored");
-ABSL_FLAG(std::string, prompts, "", "JSON file with a list of prompt texts, taken in turn, instead of made-up ones");
+ABSL_FLAG(std::string, prompts, "",
+          "JSON file with a list of prompt texts, taken in turn, instead of made-up ones");
 ABSL_FLAG(bool, json, false, "print one JSON object instead of the table");
 
 namespace kdt {
@@ -47,7 +48,8 @@ struct Totals {
     end_to_end.push_back(run.seconds);
     gap.insert(gap.end(), run.token_gaps.begin(), run.token_gaps.end());
     const double decode = run.seconds - run.first_token_seconds;
-    if (run.tokens > 1 && decode > 0) tokens_per_second.push_back(static_cast<double>(run.tokens - 1) / decode);
+    if (run.tokens > 1 && decode > 0)
+      tokens_per_second.push_back(static_cast<double>(run.tokens - 1) / decode);
     tokens += run.tokens;
     for (const v1::Complete& complete : run.complete) {
       rounds += complete.speculation().rounds();
@@ -61,14 +63,16 @@ absl::StatusOr<std::vector<v1::GenerateRequest>> MadeUpRequests(GenerationStub& 
                                                                 const v1::GenerateRequest& base, int count) {
   v1::ModelInfo model;
   grpc::ClientContext context;
-  if (const auto status = stub.GetModelInfo(&context, {}, &model); !status.ok()) return ToAbsl(status, context);
+  if (const auto status = stub.GetModelInfo(&context, {}, &model); !status.ok())
+    return ToAbsl(status, context);
   // Ids of ordinary tokens: the last 256 are reserved for control tokens.
   if (model.vocab_size() <= 256) return absl::InternalError("the model has no ordinary tokens");
   std::mt19937_64 random(1);
   std::uniform_int_distribution<uint32_t> id(0, model.vocab_size() - 257);
   std::vector<v1::GenerateRequest> requests(static_cast<size_t>(count), base);
   for (v1::GenerateRequest& request : requests) {
-    for (int i = 0; i < absl::GetFlag(FLAGS_prompt_tokens); ++i) request.mutable_token_ids()->add_ids(id(random));
+    for (int i = 0; i < absl::GetFlag(FLAGS_prompt_tokens); ++i)
+      request.mutable_token_ids()->add_ids(id(random));
     request.mutable_stop()->set_ignore_eos(true);
   }
   return requests;
@@ -103,7 +107,8 @@ Totals RunLoad(GenerationStub& stub, const Load& load) {
   for (int i = 0; i < load.concurrency; ++i) {
     threads.emplace_back([&] {
       for (int at = next++; at < load.count; at = next++) {
-        const auto run = RunGeneration(stub, load.requests[static_cast<size_t>(at) % load.requests.size()], nullptr);
+        const auto run =
+            RunGeneration(stub, load.requests[static_cast<size_t>(at) % load.requests.size()], nullptr);
         const std::lock_guard<std::mutex> lock(mutex);
         if (run.ok()) {
           totals.Add(*run);
@@ -138,13 +143,14 @@ nlohmann::json Summary(Totals& totals) {
   out["rounds"] = totals.rounds;
   out["drafted_nodes"] = totals.drafted;
   out["accepted_tokens"] = totals.accepted;
-  out["tokens_a_round"] = totals.rounds > 0 ? static_cast<double>(totals.tokens) / static_cast<double>(totals.rounds) : 0;
+  out["tokens_a_round"] =
+      totals.rounds > 0 ? static_cast<double>(totals.tokens) / static_cast<double>(totals.rounds) : 0;
   return out;
 }
 
 void PrintSpread(const char* name, const nlohmann::json& spread) {
-  std::printf("  %-30s %10.2f %10.2f %10.2f\n", name, spread["p50"].get<double>(), spread["p90"].get<double>(),
-              spread["p99"].get<double>());
+  std::printf("  %-30s %10.2f %10.2f %10.2f\n", name, spread["p50"].get<double>(),
+              spread["p90"].get<double>(), spread["p99"].get<double>());
 }
 
 }  // namespace
@@ -164,17 +170,20 @@ int BenchCommand(const std::vector<std::string>& args) {
 
   v1::GenerateRequest base;
   if (const absl::Status status = RequestFromFlags(&base); !status.ok()) return Failed(status);
-  if (!base.stop().has_max_tokens()) base.mutable_stop()->set_max_tokens(static_cast<uint32_t>(output_tokens));
+  if (!base.stop().has_max_tokens())
+    base.mutable_stop()->set_max_tokens(static_cast<uint32_t>(output_tokens));
   const auto stub = ConnectFromFlags();
   if (!stub.ok()) return Failed(stub.status());
   const std::string path = absl::GetFlag(FLAGS_prompts);
-  auto requests = path.empty() ? MadeUpRequests(**stub, base, load.count + warmup) : RequestsFromFile(path, base);
+  auto requests =
+      path.empty() ? MadeUpRequests(**stub, base, load.count + warmup) : RequestsFromFile(path, base);
   if (!requests.ok()) return Failed(requests.status());
   load.requests = *std::move(requests);
 
   Load warm = load;
   warm.count = warmup;
-  std::reverse(warm.requests.begin(), warm.requests.end());  // so that its prompts are not the first ones measured
+  std::reverse(warm.requests.begin(),
+               warm.requests.end());  // so that its prompts are not the first ones measured
   if (const Totals totals = RunLoad(**stub, warm); totals.failed > 0) return WrongCall(totals.first_error);
   Totals totals = RunLoad(**stub, load);
   const nlohmann::json out = Summary(totals);
@@ -190,11 +199,12 @@ int BenchCommand(const std::vector<std::string>& args) {
     PrintSpread("inter-token time (ms)", out["inter_token_ms"]);
     PrintSpread("end to end (ms)", out["end_to_end_ms"]);
     PrintSpread("tokens/s a request", out["tokens_per_second_a_request"]);
-    if (totals.drafted > 0) std::printf("  %-30s %10.2f\n", "tokens a round", out["tokens_a_round"].get<double>());
+    if (totals.drafted > 0)
+      std::printf("  %-30s %10.2f\n", "tokens a round", out["tokens_a_round"].get<double>());
   }
   if (totals.failed == 0) return 0;
-  std::fprintf(stderr, "kdt: %llu requests failed; the first: %s\n", static_cast<unsigned long long>(totals.failed),
-               totals.first_error.c_str());
+  std::fprintf(stderr, "kdt: %llu requests failed; the first: %s\n",
+               static_cast<unsigned long long>(totals.failed), totals.first_error.c_str());
   return 1;
 }
 

@@ -42,7 +42,8 @@ absl::Status Turn(GenerationStub& stub, v1::GenerateRequest* request, const std:
   assistant->set_content(text);
   assistant->set_reasoning_content(reasoning);
   for (const v1::ToolCall& call : calls) {
-    std::printf("tool call %s: %s(%s)\n", call.id().c_str(), call.name().c_str(), call.arguments_json().c_str());
+    std::printf("tool call %s: %s(%s)\n", call.id().c_str(), call.name().c_str(),
+                call.arguments_json().c_str());
     *assistant->add_tool_calls() = call;
   }
   return absl::OkStatus();

@@ -1,5 +1,5 @@
-// The subcommands of kdt. Each takes the arguments behind its name that are not flags and returns the exit status:
-// 0, 1 for an error told on standard error, 2 for a wrong call.
+// The subcommands of kdt. Each takes the arguments behind its name that are not flags and returns the exit
+// status: 0, 1 for an error told on standard error, 2 for a wrong call.
 #pragma once
 
 #include <string>

@@ -8,7 +8,8 @@ ABSL_FLAG(std::string, server, "127.0.0.1:50051", "HOST:PORT of the coordinator"
 namespace kdt {
 namespace {
 
-// Long prompts and their log-probabilities pass gRPC's default of 4 MiB; this bounds what a server can make us hold.
+// Long prompts and their log-probabilities pass gRPC's default of 4 MiB; this bounds what a server can make
+// us hold.
 constexpr int kMaxMessageBytes = 256 << 20;
 
 }  // namespace
@@ -21,7 +22,8 @@ absl::StatusOr<std::unique_ptr<GenerationStub>> ConnectFromFlags() {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
-  return v1::Generation::NewStub(grpc::CreateCustomChannel(server, grpc::InsecureChannelCredentials(), arguments));
+  return v1::Generation::NewStub(
+      grpc::CreateCustomChannel(server, grpc::InsecureChannelCredentials(), arguments));
 }
 
 absl::Status ToAbsl(const grpc::Status& status, const grpc::ClientContext& context) {
@@ -30,7 +32,8 @@ absl::Status ToAbsl(const grpc::Status& status, const grpc::ClientContext& conte
   std::string text = status.error_message();
   const auto& trailers = context.GetServerTrailingMetadata();
   if (const auto hint = trailers.find("retry-after-ms"); hint != trailers.end()) {
-    absl::StrAppend(&text, " (retry after ", absl::string_view(hint->second.data(), hint->second.size()), " ms)");
+    absl::StrAppend(&text, " (retry after ", absl::string_view(hint->second.data(), hint->second.size()),
+                    " ms)");
   }
   return absl::Status(code, text);
 }

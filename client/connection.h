@@ -17,7 +17,8 @@ using GenerationStub = v1::Generation::Stub;
 // A stub for the server that the flag --server names. INVALID_ARGUMENT when it is not HOST:PORT.
 absl::StatusOr<std::unique_ptr<GenerationStub>> ConnectFromFlags();
 
-// The server's status as absl's, with its code's name and, for a full queue, the server's retry hint in the text.
+// The server's status as absl's, with its code's name and, for a full queue, the server's retry hint in the
+// text.
 absl::Status ToAbsl(const grpc::Status& status, const grpc::ClientContext& context);
 
 }  // namespace kdt

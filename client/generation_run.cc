@@ -72,7 +72,8 @@ void PrintSummary(const GenerationRun& run) {
     std::printf("  %-22s %10.1f\n", "tokens/s", static_cast<double>(run.tokens - 1) / decode_seconds);
   }
   if (drafted > 0 && rounds > 0) {
-    std::printf("  %-22s %10.2f\n", "tokens a round", static_cast<double>(spoken_for) / static_cast<double>(rounds));
+    std::printf("  %-22s %10.2f\n", "tokens a round",
+                static_cast<double>(spoken_for) / static_cast<double>(rounds));
     std::printf("  %-22s %6llu of %llu\n", "drafted tokens kept", static_cast<unsigned long long>(accepted),
                 static_cast<unsigned long long>(drafted));
   }

@@ -35,8 +35,8 @@ int InfoCommand(const std::vector<std::string>& args) {
   }
   std::printf("%s, epoch %llu, %u running, %u waiting\n\n", cluster.serving() ? "serving" : "NOT serving",
               static_cast<unsigned long long>(cluster.epoch()), cluster.running(), cluster.waiting());
-  std::vector<std::vector<std::string>> rows = {
-      {"rank", "up", "backend", "device", "KV slots used", "of", "fragmentation", "steps", "busy", "last error"}};
+  std::vector<std::vector<std::string>> rows = {{"rank", "up", "backend", "device", "KV slots used", "of",
+                                                 "fragmentation", "steps", "busy", "last error"}};
   for (const v1::RankInfo& rank : cluster.ranks()) {
     rows.push_back({absl::StrCat(rank.rank()), rank.up() ? "yes" : "NO", rank.backend(), rank.device(),
                     absl::StrCat(rank.kv_slots_used()), absl::StrCat(rank.kv_slots_total()),

@@ -6,8 +6,8 @@
 
 namespace kdt {
 
-// Fills everything but the prompt from flags that were given; unset flags stay unset in the request, so that the
-// server's defaults hold. INVALID_ARGUMENT names the flag; ranges are the server's to check.
+// Fills everything but the prompt from flags that were given; unset flags stay unset in the request, so that
+// the server's defaults hold. INVALID_ARGUMENT names the flag; ranges are the server's to check.
 absl::Status RequestFromFlags(v1::GenerateRequest* request);
 
 }  // namespace kdt

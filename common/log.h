@@ -16,7 +16,8 @@ absl::Status InitLogging(const std::string& name, const std::string& level);
 }  // namespace kdt
 
 #ifndef ABSL_USES_STD_STRING_VIEW
-// Some distributions build Abseil with a string_view of its own; this lets it be logged ("{}", status.message()).
+// Some distributions build Abseil with a string_view of its own; this lets it be logged ("{}",
+// status.message()).
 template <>
 struct fmt::formatter<absl::string_view> : fmt::formatter<fmt::string_view> {
   template <typename Context>

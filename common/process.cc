@@ -123,7 +123,8 @@ void ChildProcess::Signal(int signal) {
 std::string ChildProcess::EndReason() const {
   if (!status_.has_value()) return "still runs";
   if (WIFSIGNALED(*status_)) {
-    return absl::StrCat("was killed by signal ", WTERMSIG(*status_), " (", strsignal(WTERMSIG(*status_)), ")");
+    return absl::StrCat("was killed by signal ", WTERMSIG(*status_), " (", strsignal(WTERMSIG(*status_)),
+                        ")");
   }
   return absl::StrCat("exited with status ", WEXITSTATUS(*status_));
 }

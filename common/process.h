@@ -15,11 +15,11 @@ namespace kdt {
 class ChildProcess {
  public:
   struct Options {
-    std::string name;                // for messages: "worker 3"
-    std::vector<std::string> argv;   // argv[0] is the program's path
-    bool capture_stdout = false;     // read it through stdout_fd(); otherwise inherited
+    std::string name;               // for messages: "worker 3"
+    std::vector<std::string> argv;  // argv[0] is the program's path
+    bool capture_stdout = false;    // read it through stdout_fd(); otherwise inherited
     bool discard_stderr = false;
-    std::string stderr_path;         // append standard error to this file; empty: inherited
+    std::string stderr_path;  // append standard error to this file; empty: inherited
   };
 
   // NOT_FOUND when the program does not exist or cannot be executed.
@@ -47,8 +47,8 @@ class ChildProcess {
   // Exit status; empty when it was killed by a signal or still runs.
   std::optional<int> exit_status() const;
 
-  // Reads standard output until a line that begins with `prefix` is complete and returns that line. UNAVAILABLE with the
-  // reason when the process ends first, DEADLINE_EXCEEDED after `timeout_ms`.
+  // Reads standard output until a line that begins with `prefix` is complete and returns that line.
+  // UNAVAILABLE with the reason when the process ends first, DEADLINE_EXCEEDED after `timeout_ms`.
   absl::StatusOr<std::string> WaitForLine(const std::string& prefix, int timeout_ms);
 
  private:
@@ -57,14 +57,15 @@ class ChildProcess {
   std::string name_;
   pid_t pid_ = -1;
   int stdout_fd_ = -1;
-  std::string unread_;          // standard output behind the last complete line
-  std::optional<int> status_;   // as waitpid gives it
+  std::string unread_;         // standard output behind the last complete line
+  std::optional<int> status_;  // as waitpid gives it
 };
 
 // The folder of the running executable, for finding its siblings.
 std::string ExecutableDir();
 
-// A new folder of mode 0700 under the system's temporary folder, for unix sockets. Removed with its files by RemoveTree.
+// A new folder of mode 0700 under the system's temporary folder, for unix sockets. Removed with its files by
+// RemoveTree.
 absl::StatusOr<std::string> MakeTempDir(const std::string& prefix);
 void RemoveTree(const std::string& path);
 

@@ -22,7 +22,7 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr absl::string_view kCoordinatorReady = "kdt-coordinator ready ";
-constexpr milliseconds kEndGrace{1500};               // after SIGTERM, before SIGKILL
+constexpr milliseconds kEndGrace{1500};  // after SIGTERM, before SIGKILL
 constexpr std::chrono::minutes kRestartWindow{10};
 constexpr std::chrono::seconds kMaxBackoff{30};
 
@@ -87,7 +87,8 @@ void GroupSupervisor::ReadCoordinatorOutput() {
   const ssize_t got = read(coordinator_->stdout_fd(), buffer, sizeof(buffer));
   if (got <= 0) return;  // its end is told by SIGCHLD
   coordinator_output_.append(buffer, static_cast<size_t>(got));
-  for (size_t end = coordinator_output_.find('\n'); end != std::string::npos; end = coordinator_output_.find('\n')) {
+  for (size_t end = coordinator_output_.find('\n'); end != std::string::npos;
+       end = coordinator_output_.find('\n')) {
     absl::string_view line(coordinator_output_.data(), end);
     if (absl::ConsumePrefix(&line, kCoordinatorReady)) {
       std::printf("kdt ready %.*s\n", static_cast<int>(line.size()), line.data());
@@ -123,8 +124,8 @@ bool GroupSupervisor::HandleLoss(const ChildProcess& lost) {
     return false;
   }
   // All ranks together: the survivors hold collectives with the lost one.
-  const auto backoff = std::min<std::chrono::seconds>(std::chrono::seconds(1 << std::min<size_t>(losses_.size() - 1, 5)),
-                                                      kMaxBackoff);
+  const auto backoff = std::min<std::chrono::seconds>(
+      std::chrono::seconds(1 << std::min<size_t>(losses_.size() - 1, 5)), kMaxBackoff);
   spdlog::error("{}; restarting all {} workers in {} s", reason, options_.tp, backoff.count());
   for (ChildProcess& worker : workers_) worker.Signal(SIGKILL);
   for (ChildProcess& worker : workers_) worker.WaitEnded(5000);

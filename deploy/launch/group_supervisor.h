@@ -14,26 +14,26 @@ namespace kdt {
 enum class OnLoss { kExit, kRestart };
 
 struct GroupOptions {
-  std::string bin_dir;                         // where kdt-worker and kdt-coordinator lie
+  std::string bin_dir;  // where kdt-worker and kdt-coordinator lie
   int tp = 1;
-  int metrics_port = -1;                       // coordinator P, rank r P + 1 + r; 0: each takes a free port; -1: none
+  int metrics_port = -1;  // coordinator P, rank r P + 1 + r; 0: each takes a free port; -1: none
   int drain_timeout_s = 30;
   OnLoss on_loss = OnLoss::kExit;
-  int max_restarts = 5;                        // losses in ten minutes after which the launcher gives up
-  std::vector<std::string> worker_args;        // the same for all ranks
+  int max_restarts = 5;                  // losses in ten minutes after which the launcher gives up
+  std::vector<std::string> worker_args;  // the same for all ranks
   std::vector<std::string> coordinator_args;
 };
 
-// Owns the processes. Everything started is ended before Run returns; should the launcher itself be killed, the kernel
-// ends its children (they ask for that with --die_with_parent).
+// Owns the processes. Everything started is ended before Run returns; should the launcher itself be killed,
+// the kernel ends its children (they ask for that with --die_with_parent).
 class GroupSupervisor {
  public:
   explicit GroupSupervisor(GroupOptions options) : options_(std::move(options)) {}
   ~GroupSupervisor();
 
-  // Blocks until SIGTERM or SIGINT (drains, returns 0) or a loss that ends the group (returns 1 after logging which
-  // process ended and how). Prints "kdt ready listen=HOST:PORT" on standard output once the group serves. Call it
-  // before any thread is started: it blocks SIGTERM, SIGINT and SIGCHLD for the process.
+  // Blocks until SIGTERM or SIGINT (drains, returns 0) or a loss that ends the group (returns 1 after logging
+  // which process ended and how). Prints "kdt ready listen=HOST:PORT" on standard output once the group
+  // serves. Call it before any thread is started: it blocks SIGTERM, SIGINT and SIGCHLD for the process.
   int Run();
 
  private:
@@ -41,8 +41,8 @@ class GroupSupervisor {
   absl::Status StartWorkers();
   absl::Status StartCoordinator();
   void ReadCoordinatorOutput();
-  // The process whose end came first, as far as that can be told: a worker before the coordinator (which exits when it
-  // loses a rank), one killed by a signal before one that exited.
+  // The process whose end came first, as far as that can be told: a worker before the coordinator (which
+  // exits when it loses a rank), one killed by a signal before one that exited.
   ChildProcess* FirstEnded();
   // True when the group goes on (its workers are being restarted).
   bool HandleLoss(const ChildProcess& lost);

@@ -19,22 +19,28 @@ ABSL_FLAG(std::string, drafter, "", "folder of the DFlash drafter; empty: no spe
 ABSL_FLAG(int, tp, 8, "tensor-parallel size: worker processes");
 ABSL_FLAG(std::string, backend, "cpu", "worker backend");
 ABSL_FLAG(std::string, listen, "127.0.0.1:50051", "HOST:PORT of the public API; port 0 takes a free one");
-ABSL_FLAG(int, metrics_port, -1,
-          "Prometheus port of the coordinator, rank r has the port P + 1 + r; 0: each takes a free one; -1: none");
-ABSL_FLAG(int, threads, 0, "compute threads a worker (CPU); 0: the machine's cores shared out over the ranks");
+ABSL_FLAG(
+    int, metrics_port, -1,
+    "Prometheus port of the coordinator, rank r has the port P + 1 + r; 0: each takes a free one; -1: none");
+ABSL_FLAG(int, threads, 0,
+          "compute threads a worker (CPU); 0: the machine's cores shared out over the ranks");
 ABSL_FLAG(std::string, kv_dtype, "", "f32 or bf16; empty: the backend's default");
 ABSL_FLAG(int64_t, kv_bytes, 0, "bytes of KV pool a rank; 0: the worker's default");
 ABSL_FLAG(int64_t, kv_slots, 0, "KV slots a rank instead of kv_bytes; 0: by bytes");
 ABSL_FLAG(int64_t, max_context, 0, "longest context in tokens; 0: the model's");
 ABSL_FLAG(int, max_rows, 0, "most rows (prompt tokens and tree nodes) a step; 0: the worker's default");
 ABSL_FLAG(int, prefill_chunk, 0, "most prompt tokens of one request a step; 0: the coordinator's default");
-ABSL_FLAG(int, max_waiting, 0, "requests that may wait before new ones are refused; 0: the coordinator's default");
+ABSL_FLAG(int, max_waiting, 0,
+          "requests that may wait before new ones are refused; 0: the coordinator's default");
 ABSL_FLAG(int, step_timeout_ms, 0, "deadline of one step; 0: the coordinator's default");
-ABSL_FLAG(std::string, budget, "", "drafted nodes a tree: auto or a number; empty: the coordinator's default");
+ABSL_FLAG(std::string, budget, "",
+          "drafted nodes a tree: auto or a number; empty: the coordinator's default");
 ABSL_FLAG(std::string, tree, "", "best-first, spine-first or chain; empty: the coordinator's default");
 ABSL_FLAG(int, drain_timeout_s, 30, "on SIGTERM, how long running requests may go on");
-ABSL_FLAG(std::string, on_loss, "exit", "when a worker dies: exit (end the group) or restart (all workers together)");
-ABSL_FLAG(int, max_restarts, 5, "with --on_loss=restart: losses within ten minutes after which the launcher gives up");
+ABSL_FLAG(std::string, on_loss, "exit",
+          "when a worker dies: exit (end the group) or restart (all workers together)");
+ABSL_FLAG(int, max_restarts, 5,
+          "with --on_loss=restart: losses within ten minutes after which the launcher gives up");
 ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
 
 namespace {
@@ -94,7 +100,8 @@ int main(int argc, char** argv) {
   if (threads < 0 || threads > 1024) return Fail(absl::StrCat("--threads: ", threads, " is not in 0..1024"));
   if (threads == 0) threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / options.tp);
 
-  options.worker_args = {absl::StrCat("--model=", model), absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend)),
+  options.worker_args = {absl::StrCat("--model=", model),
+                         absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend)),
                          absl::StrCat("--threads=", threads), absl::StrCat("--log_level=", log_level)};
   PassOn<std::string>(options.worker_args, "drafter", drafter, "");
   PassOn<std::string>(options.worker_args, "kv_dtype", absl::GetFlag(FLAGS_kv_dtype), "");
@@ -103,7 +110,8 @@ int main(int argc, char** argv) {
   PassOn<int64_t>(options.worker_args, "max_context", absl::GetFlag(FLAGS_max_context), 0);
   PassOn<int>(options.worker_args, "max_rows", absl::GetFlag(FLAGS_max_rows), 0);
 
-  options.coordinator_args = {absl::StrCat("--model=", model), absl::StrCat("--listen=", absl::GetFlag(FLAGS_listen)),
+  options.coordinator_args = {absl::StrCat("--model=", model),
+                              absl::StrCat("--listen=", absl::GetFlag(FLAGS_listen)),
                               absl::StrCat("--log_level=", log_level)};
   PassOn<std::string>(options.coordinator_args, "drafter", drafter, "");
   PassOn<int>(options.coordinator_args, "prefill_chunk", absl::GetFlag(FLAGS_prefill_chunk), 0);

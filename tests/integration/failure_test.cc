@@ -1,0 +1,117 @@
+// Processes that die: everything ends soon, the reason names the process, clients learn it, nothing is left
+// behind.
+#include <signal.h>
+
+#include <atomic>
+#include <thread>
+
+#include "tests/support/catch.h"
+#include "tests/support/cluster.h"
+
+namespace kdt::testing {
+namespace {
+
+constexpr int kEndWithinMs = 5000;
+
+v1::GenerateRequest Endless() {
+  v1::GenerateRequest request;
+  for (const uint32_t id : {703, 80, 91, 337, 269}) request.mutable_token_ids()->add_ids(id);
+  request.mutable_stop()->set_max_tokens(20000);
+  request.mutable_stop()->set_ignore_eos(true);
+  return request;
+}
+
+bool Alive(pid_t pid) { return kill(pid, 0) == 0; }
+
+// Waits for the first chunk of a stream that the thread keeps reading until it ends.
+struct RunningRequest {
+  explicit RunningRequest(Cluster& cluster) {
+    thread = std::thread([this, &cluster] {
+      auto reader = cluster.stub().Generate(&context, Endless());
+      v1::GenerateResponse response;
+      while (reader->Read(&response)) started = true;
+      status = reader->Finish();
+    });
+    for (int i = 0; i < 2000 && !started; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    REQUIRE(started);
+  }
+  grpc::ClientContext context;
+  std::atomic<bool> started{false};
+  grpc::Status status;
+  std::thread thread;
+};
+
+}  // namespace
+
+TEST_CASE("a killed process ends the group, named, and clients get UNAVAILABLE") {
+  for (const std::string victim : {"worker 0", "worker 2", "coordinator", "launcher"}) {
+    DYNAMIC_SECTION(victim) {
+      Cluster cluster({GoldenModel(), "", 4, {}});
+      const std::vector<pid_t> workers = cluster.WorkerPids();
+      const pid_t coordinator = cluster.CoordinatorPid();
+      REQUIRE(workers.size() == 4);
+      REQUIRE(coordinator > 0);
+      RunningRequest running(cluster);
+
+      const pid_t victim_pid = victim == "worker 0"   ? workers[0]
+                               : victim == "worker 2" ? workers[2]
+                               : victim == "launcher" ? cluster.launcher().pid()
+                                                      : coordinator;
+      REQUIRE(kill(victim_pid, SIGKILL) == 0);
+      CHECK(cluster.launcher().WaitEnded(kEndWithinMs));
+      running.thread.join();
+      CHECK(running.status.error_code() == grpc::StatusCode::UNAVAILABLE);
+      if (victim != "launcher") {
+        INFO(cluster.Log());
+        CHECK(cluster.launcher().exit_status() == 1);
+        CHECK(cluster.Log().find(victim + " (pid " + std::to_string(victim_pid) +
+                                 ") was killed by signal 9") != std::string::npos);
+      }
+      for (int i = 0; i < kEndWithinMs / 10 && (Alive(coordinator) || Alive(workers[1])); ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+      CHECK_FALSE(Alive(coordinator));
+      for (const pid_t pid : workers) CHECK_FALSE(Alive(pid));
+      CHECK(SharedMemoryNames().empty());
+    }
+  }
+}
+
+TEST_CASE("SIGTERM lets a running request finish and exits 0") {
+  Cluster cluster({GoldenModel(), "", 2, {}});
+  v1::GenerateRequest request = Endless();
+  request.mutable_stop()->set_max_tokens(300);
+  std::vector<Sample> samples;
+  grpc::Status status;
+  std::thread client([&] { status = Generate(cluster.stub(), request, &samples); });
+  v1::ClusterInfo info;
+  for (int i = 0; i < 1000 && info.running() == 0; ++i) {
+    grpc::ClientContext context;
+    REQUIRE(cluster.stub().GetClusterInfo(&context, {}, &info).ok());
+  }
+  cluster.launcher().Signal(SIGTERM);
+  client.join();
+  CHECK(status.ok());
+  CHECK(samples[0].tokens.size() == 300);
+  CHECK(cluster.launcher().WaitEnded(40000));
+  CHECK(cluster.launcher().exit_status() == 0);
+  CHECK(SharedMemoryNames().empty());
+}
+
+TEST_CASE("cancelling a call frees its slots and the running gauge") {
+  Cluster cluster({GoldenModel(), "", 2, {}});
+  RunningRequest running(cluster);
+  running.context.TryCancel();
+  running.thread.join();
+  CHECK(running.status.error_code() == grpc::StatusCode::CANCELLED);
+  v1::ClusterInfo info;
+  for (int i = 0; i < 500; ++i) {
+    grpc::ClientContext context;
+    REQUIRE(cluster.stub().GetClusterInfo(&context, {}, &info).ok());
+    if (info.running() == 0) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  CHECK(info.running() == 0);
+}
+
+}  // namespace kdt::testing
