@@ -1,0 +1,71 @@
+// The goldens' tokenizer (768 ranks, 256 reserved ids), loaded once, and random text for tests.
+#pragma once
+
+#include <memory>
+#include <random>
+#include <string>
+
+#include "coordinator/tokenizer/tokenizer.h"
+#include "tests/support/catch.h"
+
+namespace kdt {
+
+inline std::shared_ptr<const Tokenizer> GoldenTokenizer() {
+  static const auto tokenizer = Tokenizer::Load(KDT_GOLDENS_DIR "/model");
+  REQUIRE(tokenizer.ok());
+  return *tokenizer;
+}
+
+inline void AppendCodePoint(char32_t c, std::string* text) {
+  if (c < 0x80) {
+    *text += static_cast<char>(c);
+  } else if (c < 0x800) {
+    *text += static_cast<char>(0xC0 | c >> 6);
+    *text += static_cast<char>(0x80 | (c & 0x3F));
+  } else if (c < 0x10000) {
+    *text += static_cast<char>(0xE0 | c >> 12);
+    *text += static_cast<char>(0x80 | (c >> 6 & 0x3F));
+    *text += static_cast<char>(0x80 | (c & 0x3F));
+  } else {
+    *text += static_cast<char>(0xF0 | c >> 18);
+    *text += static_cast<char>(0x80 | (c >> 12 & 0x3F));
+    *text += static_cast<char>(0x80 | (c >> 6 & 0x3F));
+    *text += static_cast<char>(0x80 | (c & 0x3F));
+  }
+}
+
+// Words, spaces, line breaks, digits, punctuation, Han and anything else that Unicode has.
+inline std::string RandomText(std::mt19937& random, size_t characters) {
+  std::string text;
+  for (size_t i = 0; i < characters; ++i) {
+    char32_t c = 0;
+    switch (random() % 8) {
+      case 0:
+      case 1:
+        c = 'a' + random() % 26;
+        break;
+      case 2:
+        c = 'A' + random() % 26;
+        break;
+      case 3:
+        c = random() % 128;
+        break;
+      case 4:
+        c = U" \t\n\r'"[random() % 5];
+        break;
+      case 5:
+        c = 0x4E00 + random() % 0x5000;
+        break;
+      case 6:
+        c = random() % 0x3000;
+        break;
+      default:
+        c = random() % 0x110000;
+    }
+    if (c >= 0xD800 && c < 0xE000) c = 'x';
+    AppendCodePoint(c, &text);
+  }
+  return text;
+}
+
+}  // namespace kdt
