@@ -1,0 +1,95 @@
+// Sigmoid routing with a correction bias.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/router.cc"
+#include <algorithm>
+#include <limits>
+
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+#include "kernels/cpu/dot-inl.h"
+#include "kernels/cpu/ops.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kdt::kernels::cpu {
+namespace HWY_NAMESPACE {
+
+float DotF32(const float* x, const float* w, size_t inputs) {
+  const DF d;
+  VF sum = hn::Zero(d);
+  size_t i = 0;
+  for (; i + kLanes <= inputs; i += kLanes) sum = hn::MulAdd(hn::LoadU(d, x + i), hn::LoadU(d, w + i), sum);
+  if (i < inputs) sum = hn::MulAdd(LoadTail(d, x + i, inputs - i), LoadTail(d, w + i, inputs - i), sum);
+  return SumLanes(d, sum);
+}
+
+void RouterScores(const RouterArgs& args, int64_t row, float* packed, float* scores) {
+  const DF d;
+  const int64_t inputs = args.x.cols, experts = args.w.rows;
+  const float* x = args.x.f32() + row * args.x.stride;
+  if (args.w.dtype == DType::kBF16) {
+    PackRow(x, inputs, packed);
+    DotAll(packed, 0, 1, args.w.bf16(), args.w.stride, inputs, experts, scores, 0, false);
+  } else {
+    for (int64_t e = 0; e < experts; ++e) scores[e] = DotF32(x, args.w.f32() + e * args.w.stride, inputs);
+  }
+  Transform(scores, scores, experts, [d](VF v) HWY_ATTR { return Sigmoid(d, v); });
+}
+
+size_t RouterScratch(size_t inputs) { return PackedSize(inputs); }
+
+}  // namespace HWY_NAMESPACE
+}  // namespace kdt::kernels::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace kdt::kernels::cpu {
+
+HWY_EXPORT(RouterScores);
+HWY_EXPORT(RouterScratch);
+
+namespace {
+
+// The top_k experts by score + bias, ties to the lower index, then listed by rising index.
+void Choose(const RouterArgs& args, const float* scores, float* biased, int32_t* ids, float* weights) {
+  const int64_t experts = args.w.rows;
+  for (int64_t e = 0; e < experts; ++e) biased[e] = scores[e] + args.bias[e];
+  for (int64_t k = 0; k < args.top_k; ++k) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < experts; ++e) {
+      if (std::find(ids, ids + k, e) != ids + k) continue;
+      // A NaN (from a broken row) loses against everything, but some expert must be named.
+      if (best < 0 || biased[e] > biased[best] || (biased[best] != biased[best] && biased[e] == biased[e]))
+        best = e;
+    }
+    ids[k] = static_cast<int32_t>(best);
+  }
+  std::sort(ids, ids + args.top_k);
+  float sum = 0.0f;
+  for (int64_t k = 0; k < args.top_k; ++k) sum += weights[k] = scores[ids[k]];
+  const float factor = args.normalize ? args.scale / (sum + 1e-20f) : args.scale;
+  for (int64_t k = 0; k < args.top_k; ++k) weights[k] *= factor;
+}
+
+}  // namespace
+
+void Router(Context& context, const RouterArgs& args) {
+  KDT_CHECK(args.x.dtype == DType::kF32 && args.w.cols == args.x.cols);
+  KDT_CHECK(args.top_k >= 1 && args.top_k <= kMaxExpertsPerToken && args.top_k <= args.w.rows);
+  const int64_t experts = args.w.rows, inputs = args.x.cols;
+  const auto score = HWY_DYNAMIC_DISPATCH(RouterScores);
+  const int64_t packed_size = HWY_DYNAMIC_DISPATCH(RouterScratch)(inputs);
+  const int64_t padded_experts = (experts + 15) / 16 * 16;  // keeps the second half aligned
+  float* const packed = context.scratch[0].Get<float>(args.x.rows * packed_size);
+  float* const scores = context.scratch[1].Get<float>(args.x.rows * 2 * padded_experts);
+  ParallelRanges(context, args.x.rows, 1, experts * inputs, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      float* const row_scores = scores + r * 2 * padded_experts;
+      score(args, r, packed + r * packed_size, row_scores);
+      Choose(args, row_scores, row_scores + padded_experts, args.expert_ids + r * args.top_k,
+             args.weights + r * args.top_k);
+    }
+  });
+}
+
+}  // namespace kdt::kernels::cpu
+#endif  // HWY_ONCE
