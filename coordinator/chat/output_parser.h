@@ -6,13 +6,15 @@
 //
 // Models do not always keep to it. A tool-section token ends an open reasoning span. A call is delivered when
 // it is complete; one that is broken (no arguments, no name, arguments that are not a JSON object, cut off by
-// the end) comes out as content text with its tags by name, so nothing vanishes.
+// the end) comes out as content text with its tags by name, so nothing vanishes. Tags that say nothing in
+// their place (a second <think>, a </think> or the end of a section where none is open) are dropped.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -68,18 +70,26 @@ class ChatOutputParser {
   };
 
   absl::Status Take(uint32_t id, ChatDelta* delta);
+  // Ends the text that the decoder is in the middle of; every tag does so.
   void EndSpan(ChatDelta* delta);
-  void EndCall(ChatDelta* delta);
-  void GiveUpCall(ChatDelta* delta);
   void AppendText(std::string_view text, ChatDelta* delta);
+  // Text between the calls of a section: white space is dropped, anything else is content.
+  void ReleaseLoose(ChatDelta* delta);
+  // The open call is complete: delivers it, or gives it up.
+  void FinishCall(ChatDelta* delta);
+  // The open call, if any, is broken: its text becomes content. `end` is the tag that closed it, or empty.
+  void GiveUpCall(std::string_view end, ChatDelta* delta);
+  void LeaveCall();
+  std::string_view Name(uint32_t id) const;
 
   std::shared_ptr<const Tokenizer> tokenizer_;
   ControlTokens tokens_;
   StreamDecoder decoder_;
   State state_;
-  std::string header_;     // of the open call
-  std::string arguments_;  // of the open call
-  std::string loose_;      // text in the section outside of calls
+  bool section_open_ = false;  // a call may also stand outside of a section
+  std::string header_;         // of the open call
+  std::string arguments_;      // of the open call
+  std::string loose_;          // text in the section outside of calls
   uint32_t reasoning_tokens_ = 0;
   uint32_t tool_calls_ = 0;
 };
