@@ -1,0 +1,154 @@
+#include "coordinator/group/group_forming.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <random>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "common/clock.h"
+#include "common/log.h"
+#include "common/status.h"
+
+namespace kdt {
+namespace {
+
+constexpr int kDescribeTimeoutMs = 5000;
+constexpr int kPollMs = 50;
+constexpr int64_t kProgressEveryUs = 2'000'000;
+constexpr int kJoinTimeoutMs = 60'000;
+constexpr int kJoinGraceMs = 5'000;  // so that a rank's own time-out, which names its peer, comes first
+
+absl::Status RankError(const RankLink& link, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat(link.Name(), ": ", status.message()));
+}
+
+// Waits until a rank is ready. The first error that ends the wait is a load error.
+absl::Status WaitLoaded(const std::vector<std::unique_ptr<RankLink>>& links,
+                        const std::function<bool()>& cancelled,
+                        std::vector<v1::DescribeResponse>* described) {
+  described->assign(links.size(), {});
+  std::vector<bool> ready(links.size(), false);
+  int64_t told_us = MonotonicMicros();
+  for (;;) {
+    for (size_t i = 0; i < links.size(); ++i) {
+      if (ready[i]) continue;
+      const auto answer = links[i]->Describe(kDescribeTimeoutMs);
+      if (!answer.ok()) continue;  // not listening yet; who watches the processes tells when it died
+      (*described)[i] = *answer;
+      if (!answer->load_error().empty()) {
+        return absl::FailedPreconditionError(
+            absl::StrCat(links[i]->Name(), " could not load: ", answer->load_error()));
+      }
+      ready[i] = answer->ready();
+    }
+    const auto loaded = std::count(ready.begin(), ready.end(), true);
+    if (loaded == static_cast<int64_t>(links.size())) return absl::OkStatus();
+    if (cancelled()) return absl::CancelledError("forming the group was cancelled");
+    if (MonotonicMicros() - told_us >= kProgressEveryUs) {
+      told_us = MonotonicMicros();
+      uint64_t bytes = 0, total = 0;
+      for (const auto& rank : *described) {
+        bytes += rank.loaded_bytes();
+        total += rank.total_bytes();
+      }
+      spdlog::info("waiting for the ranks: {} of {} ready, {} of {} MiB loaded", loaded, links.size(),
+                   bytes >> 20, total >> 20);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(kPollMs));
+  }
+}
+
+std::string NewCollectiveId(uint64_t epoch) {
+  std::random_device random;
+  return absl::StrFormat("kdt-%d-%d-%08x", getpid(), epoch, random());
+}
+
+absl::Status JoinAll(const std::vector<std::unique_ptr<RankLink>>& links, uint64_t epoch) {
+  v1::JoinGroupRequest request;
+  request.set_epoch(epoch);
+  request.set_tp(static_cast<uint32_t>(links.size()));
+  request.set_collective_id(NewCollectiveId(epoch));
+  request.set_timeout_ms(kJoinTimeoutMs);
+  std::vector<absl::Status> results(links.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < links.size(); ++i) {
+    threads.emplace_back([&, i, mine = request]() mutable {
+      mine.set_rank(static_cast<uint32_t>(i));
+      results[i] = links[i]->Join(mine, kJoinTimeoutMs + kJoinGraceMs).status();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  // A rank that failed by itself says more than those that waited for it in vain.
+  const auto waited = [](const absl::Status& status) { return absl::IsDeadlineExceeded(status); };
+  for (const bool also_waited : {false, true}) {
+    for (size_t i = 0; i < links.size(); ++i) {
+      if (!results[i].ok() && (also_waited || !waited(results[i]))) return RankError(*links[i], results[i]);
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<GroupLimits> CheckDescriptions(const std::vector<v1::DescribeResponse>& ranks) {
+  GroupLimits limits;
+  const v1::DescribeResponse& first = ranks.front();
+  limits.kv_slots = first.kv_slots_total();
+  limits.max_rows = first.max_rows();
+  limits.max_tree_nodes = first.max_tree_nodes();
+  limits.max_sequences = first.max_sequences();
+  limits.max_context = first.max_context();
+  limits.draft_block_size = first.draft_block_size();
+  limits.max_draft_top_k = first.max_draft_top_k();
+  limits.checkpoint_digest = first.checkpoint_digest();
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const v1::DescribeResponse& rank = ranks[i];
+    const auto fail = [i](const std::string& what) {
+      return absl::InvalidArgumentError(absl::StrCat("rank ", i, ": ", what));
+    };
+    if (rank.rank() != i) return fail(absl::StrCat("the worker at this address is rank ", rank.rank()));
+    if (rank.tp() != ranks.size()) {
+      return fail(
+          absl::StrCat("the worker was started for tp ", rank.tp(), ", the group has ", ranks.size()));
+    }
+    if (rank.checkpoint_digest() != first.checkpoint_digest()) {
+      return fail("its checkpoint is not that of rank 0 (checkpoint_digest differs)");
+    }
+    const auto same = [&](const char* what, uint64_t mine, uint64_t zero) -> absl::Status {
+      if (mine == zero) return absl::OkStatus();
+      return fail(absl::StrCat(what, " is ", mine, ", that of rank 0 is ", zero));
+    };
+    KDT_RETURN_IF_ERROR(same("kv_slots_total", rank.kv_slots_total(), first.kv_slots_total()));
+    KDT_RETURN_IF_ERROR(same("max_rows", rank.max_rows(), first.max_rows()));
+    KDT_RETURN_IF_ERROR(same("max_tree_nodes", rank.max_tree_nodes(), first.max_tree_nodes()));
+    KDT_RETURN_IF_ERROR(same("max_sequences", rank.max_sequences(), first.max_sequences()));
+    KDT_RETURN_IF_ERROR(same("draft_block_size", rank.draft_block_size(), first.draft_block_size()));
+    KDT_RETURN_IF_ERROR(same("max_context", rank.max_context(), first.max_context()));
+    KDT_RETURN_IF_ERROR(same("max_draft_top_k", rank.max_draft_top_k(), first.max_draft_top_k()));
+    if (rank.kv_dtype() != first.kv_dtype()) {
+      return fail(absl::StrCat("kv_dtype is ", rank.kv_dtype(), ", that of rank 0 is ", first.kv_dtype()));
+    }
+    if (rank.max_rows() == 0 || rank.max_sequences() == 0 || rank.kv_slots_total() == 0 ||
+        rank.max_tree_nodes() == 0) {
+      return fail("max_rows, max_tree_nodes, max_sequences and kv_slots_total must not be 0");
+    }
+  }
+  return limits;
+}
+
+absl::StatusOr<FormedGroup> FormGroup(const std::vector<std::unique_ptr<RankLink>>& links,
+                                      uint64_t last_epoch, const std::function<bool()>& cancelled) {
+  FormedGroup formed;
+  KDT_RETURN_IF_ERROR(WaitLoaded(links, cancelled, &formed.ranks));
+  KDT_ASSIGN_OR_RETURN(formed.limits, CheckDescriptions(formed.ranks));
+  formed.epoch = last_epoch + 1;
+  for (const auto& rank : formed.ranks) formed.epoch = std::max(formed.epoch, rank.epoch() + 1);
+  spdlog::info("all {} ranks are loaded; joining them in epoch {}", links.size(), formed.epoch);
+  KDT_RETURN_IF_ERROR(JoinAll(links, formed.epoch));
+  return formed;
+}
+
+}  // namespace kdt

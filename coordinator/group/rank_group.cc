@@ -1,0 +1,333 @@
+#include "coordinator/group/rank_group.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "absl/strings/str_cat.h"
+#include "common/clock.h"
+#include "common/log.h"
+#include "common/status.h"
+#include "coordinator/group/group_forming.h"
+
+namespace kdt {
+namespace {
+
+// After a first failure: time for the cause to show, so that the rank that died is named and not one that
+// missed it.
+constexpr int64_t kCulpritGraceUs = 300'000;
+constexpr int64_t kCloseSliceUs = 1'000'000;
+constexpr int kDrainTimeoutMs = 5'000;
+
+// The rank's own time-out lies before ours: it can still tell which peer it waited for.
+int RankTimeoutMs(int step_timeout_ms) { return std::max(1, step_timeout_ms * 4 / 5); }
+
+}  // namespace
+
+absl::string_view GroupStateName(GroupState state) {
+  switch (state) {
+    case GroupState::kDown:
+      return "down";
+    case GroupState::kJoining:
+      return "joining";
+    case GroupState::kServing:
+      return "serving";
+  }
+  return "unknown";
+}
+
+RankGroup::RankGroup(RankGroupOptions options) : options_(std::move(options)) {
+  KDT_CHECK(!options_.addresses.empty());
+  for (size_t i = 0; i < options_.addresses.size(); ++i) {
+    links_.push_back(std::make_unique<RankLink>(static_cast<uint32_t>(i), options_.addresses[i]));
+    RankStatus status;
+    status.rank = static_cast<uint32_t>(i);
+    status.address = options_.addresses[i];
+    status_.push_back(status);
+  }
+}
+
+RankGroup::~RankGroup() {
+  stopping_ = true;
+  if (forming_.joinable()) forming_.join();
+  CloseStreams();
+  queue_.Shutdown();
+  void* tag = nullptr;
+  bool ok = false;
+  while (queue_.Next(&tag, &ok)) {
+  }
+}
+
+GroupState RankGroup::state() const {
+  std::lock_guard lock(mutex_);
+  return state_;
+}
+
+std::string RankGroup::reason() const {
+  std::lock_guard lock(mutex_);
+  return reason_;
+}
+
+uint64_t RankGroup::epoch() const {
+  std::lock_guard lock(mutex_);
+  return epoch_;
+}
+
+GroupLimits RankGroup::limits() const {
+  std::lock_guard lock(mutex_);
+  return limits_;
+}
+
+std::vector<RankStatus> RankGroup::Ranks() const {
+  std::lock_guard lock(mutex_);
+  std::vector<RankStatus> ranks = status_;
+  const auto age_us = static_cast<double>(MonotonicMicros() - formed_us_);
+  for (RankStatus& rank : ranks) rank.busy_ratio = age_us > 0 ? std::min(1.0, rank.busy_ratio / age_us) : 0;
+  return ranks;
+}
+
+void RankGroup::SetState(GroupState state, const std::string& reason) {
+  {
+    std::lock_guard lock(mutex_);
+    state_ = state;
+    reason_ = reason;
+  }
+  if (options_.on_change) options_.on_change();
+}
+
+void RankGroup::Form() {
+  KDT_CHECK(state() == GroupState::kDown);
+  if (forming_.joinable()) forming_.join();
+  SetState(GroupState::kJoining, "the ranks are loading");
+  forming_ = std::thread([this] { RunForming(); });
+}
+
+void RankGroup::RunForming() {
+  const auto formed = FormGroup(links_, epoch(), [this] { return stopping_.load(); });
+  if (!formed.ok()) {
+    spdlog::error("the group did not form: {}", formed.status().message());
+    SetState(GroupState::kDown, std::string(formed.status().message()));
+    return;
+  }
+  step_ = 0;
+  failed_ = false;
+  progress_.assign(links_.size(), {});
+  for (auto& link : links_) link->OpenStream(&queue_);
+  {
+    std::lock_guard lock(mutex_);
+    epoch_ = formed->epoch;
+    limits_ = formed->limits;
+    formed_us_ = MonotonicMicros();
+    for (size_t i = 0; i < status_.size(); ++i) {
+      status_[i].backend = formed->ranks[i].backend();
+      status_[i].device = formed->ranks[i].device();
+      status_[i].kv_slots_total = formed->ranks[i].kv_slots_total();
+      status_[i].kv_slots_used = 0;
+      status_[i].steps = 0;
+      status_[i].busy_ratio = 0;
+      status_[i].up = true;
+    }
+  }
+  spdlog::info("the group serves: epoch {}, {} ranks, {} KV slots, {} rows a step", formed->epoch,
+               links_.size(), formed->limits.kv_slots, formed->limits.max_rows);
+  SetState(GroupState::kServing, "");
+}
+
+bool RankGroup::PumpOne(int64_t deadline_us) {
+  const int64_t wait_us = deadline_us - MonotonicMicros();
+  const auto deadline =
+      std::chrono::system_clock::now() + std::chrono::microseconds(std::max<int64_t>(wait_us, 0));
+  void* tag = nullptr;
+  bool ok = false;
+  if (queue_.AsyncNext(&tag, &ok, deadline) != grpc::CompletionQueue::GOT_EVENT) return false;
+  const auto* event = static_cast<const RankLink::Tag*>(tag);
+  RankLink* link = event->link;
+  if (link->OnEvent(event->event, ok)) OnAnswer(link);
+  if (event->event == RankLink::Event::kFinished) {
+    SetFailure(link->rank(), absl::StrCat("the step stream ended: ", link->end_status().message()),
+               /*died=*/true);
+  }
+  return true;
+}
+
+void RankGroup::OnAnswer(RankLink* link) {
+  const uint32_t rank = link->rank();
+  v1::StepResponse* response = rank == 0 ? &rank0_ : &scratch_;
+  if (const absl::Status read = link->ReadMessage(response); !read.ok()) {
+    SetFailure(rank, "its answer cannot be read");
+    return;
+  }
+  CheckAnswer(rank, *response);
+}
+
+void RankGroup::CheckAnswer(uint32_t rank, const v1::StepResponse& response) {
+  RankProgress& mine = progress_[rank];
+  if (response.error_code() != 0) {
+    const auto code = static_cast<absl::StatusCode>(response.error_code());
+    const bool waited = code == absl::StatusCode::kDeadlineExceeded ||
+                        code == absl::StatusCode::kUnavailable || code == absl::StatusCode::kCancelled ||
+                        code == absl::StatusCode::kAborted;
+    SetFailure(rank, absl::StrCat("step ", response.step(), " failed: ", response.error()), false, waited);
+    return;
+  }
+  if (response.rank() != rank || response.step() != mine.answered + 1 || response.step() > step_) {
+    SetFailure(rank, absl::StrCat("it answered as rank ", response.rank(), " to step ", response.step(),
+                                  " when step ", mine.answered + 1, " was due"));
+    return;
+  }
+  if (rank == 0) {
+    cost_.round_trip_us = static_cast<double>(MonotonicMicros() - sent_us_);
+    cost_.worker_us = response.timings().total_us();
+    cost_.transport_us = std::max(0.0, cost_.round_trip_us - cost_.worker_us);
+    rank0_digest_before_ = mine.digest;
+  }
+  mine.answered = response.step();
+  mine.digest = response.digest();
+  UpdateStatus(rank, response);
+  if (rank != 0) {
+    CompareDigest(rank);
+  } else {
+    for (uint32_t other = 1; other < links_.size(); ++other) CompareDigest(other);
+  }
+}
+
+// Rank 0's digests of its last two steps are at hand, and no rank is further behind than one step.
+void RankGroup::CompareDigest(uint32_t rank) {
+  const RankProgress& zero = progress_[0];
+  const RankProgress& mine = progress_[rank];
+  if (mine.answered == 0 || zero.answered < mine.answered) return;  // compared when rank 0 answers
+  const uint64_t expected = zero.answered == mine.answered ? zero.digest : rank0_digest_before_;
+  if (zero.answered > mine.answered + 1 || mine.digest == expected) return;
+  SetFailure(rank, absl::StrCat("its state differs from that of rank 0 after step ", mine.answered,
+                                " (digests differ)"));
+}
+
+void RankGroup::UpdateStatus(uint32_t rank, const v1::StepResponse& response) {
+  const double busy_us = response.timings().total_us() - response.timings().collective_wait_us();
+  std::lock_guard lock(mutex_);
+  RankStatus& status = status_[rank];
+  status.kv_slots_used = response.pool().slots_used();
+  status.kv_fragmentation = response.pool().fragmentation();
+  status.steps = response.step();
+  status.busy_ratio += std::max(0.0, busy_us);  // microseconds; Ranks() divides by the age
+}
+
+void RankGroup::SetFailure(uint32_t rank, std::string what, bool died, bool waited_for_peer) {
+  failed_ = true;
+  RankProgress& mine = progress_[rank];
+  if (!mine.failure.empty() && !(died && mine.waited_for_peer)) return;  // the first reason counts
+  mine.failure = std::move(what);
+  mine.died = died;
+  mine.waited_for_peer = waited_for_peer;
+}
+
+bool RankGroup::AllAnswered(uint64_t step) const {
+  return std::all_of(progress_.begin(), progress_.end(),
+                     [step](const RankProgress& rank) { return rank.answered >= step; });
+}
+
+absl::Status RankGroup::Send(v1::StepRequest* request) {
+  if (state() != GroupState::kServing) return absl::UnavailableError(reason());
+  const int64_t deadline_us = MonotonicMicros() + int64_t{1000} * options_.step_timeout_ms;
+  for (auto& link : links_) {
+    while (link->write_pending() && !failed_) {
+      if (!PumpOne(deadline_us)) SetFailure(link->rank(), "its stream takes no more requests");
+    }
+  }
+  if (failed_) return EndEpoch();
+  request->set_epoch(epoch_);
+  request->set_step(++step_);
+  request->set_deadline_ms(static_cast<uint32_t>(RankTimeoutMs(options_.step_timeout_ms)));
+  const size_t size = request->ByteSizeLong();
+  grpc::Slice slice(size);
+  KDT_CHECK(request->SerializeToArray(const_cast<uint8_t*>(slice.begin()), static_cast<int>(size)));
+  const grpc::ByteBuffer bytes(&slice, 1);
+  sent_us_ = MonotonicMicros();
+  // Rank 0 last: its answer is the one waited for, and it cannot come before all others have the request.
+  for (size_t i = links_.size(); i-- > 0;) links_[i]->Write(bytes);
+  return absl::OkStatus();
+}
+
+absl::Status RankGroup::Receive(v1::StepResponse* response) {
+  const int64_t deadline_us = sent_us_ + int64_t{1000} * options_.step_timeout_ms;
+  while (!failed_ && (progress_[0].answered < step_ || !AllAnswered(step_ - 1))) {
+    if (PumpOne(deadline_us)) continue;
+    NameLateRanks();
+  }
+  if (failed_) return EndEpoch();
+  response->Swap(&rank0_);
+  return absl::OkStatus();
+}
+
+absl::Status RankGroup::Poll() {
+  if (state() != GroupState::kServing) return absl::UnavailableError(reason());
+  while (!failed_ && PumpOne(0)) {
+  }
+  const bool late = step_ > 0 && !AllAnswered(step_) &&
+                    MonotonicMicros() > sent_us_ + int64_t{1000} * options_.step_timeout_ms;
+  if (late) NameLateRanks();
+  return failed_ ? EndEpoch() : absl::OkStatus();
+}
+
+void RankGroup::NameLateRanks() {
+  for (uint32_t rank = 0; rank < progress_.size(); ++rank) {
+    if (progress_[rank].answered >= step_) continue;
+    SetFailure(rank, absl::StrCat("no answer to step ", step_, " within ", options_.step_timeout_ms, " ms"));
+  }
+}
+
+uint32_t RankGroup::Culprit() const {
+  const auto find = [this](auto matches) -> int {
+    for (size_t i = 0; i < progress_.size(); ++i) {
+      if (matches(progress_[i])) return static_cast<int>(i);
+    }
+    return -1;
+  };
+  int rank = find([](const RankProgress& p) { return p.died; });
+  if (rank < 0) rank = find([](const RankProgress& p) { return !p.failure.empty() && !p.waited_for_peer; });
+  if (rank < 0)
+    rank = find([this](const RankProgress& p) { return p.answered < step_ && p.failure.empty(); });
+  if (rank < 0) rank = find([](const RankProgress& p) { return !p.failure.empty(); });
+  KDT_CHECK(rank >= 0);
+  return static_cast<uint32_t>(rank);
+}
+
+absl::Status RankGroup::EndEpoch() {
+  const int64_t grace_end_us = MonotonicMicros() + kCulpritGraceUs;
+  const auto died = [this] {
+    return std::any_of(progress_.begin(), progress_.end(), [](const RankProgress& p) { return p.died; });
+  };
+  while (!died() && PumpOne(grace_end_us)) {
+  }
+  const uint32_t rank = Culprit();
+  std::string what = progress_[rank].failure;
+  if (what.empty()) what = absl::StrCat("it left the others waiting in step ", step_);
+  const std::string reason = absl::StrCat(links_[rank]->Name(), " (", links_[rank]->address(), "): ", what);
+  {
+    std::lock_guard lock(mutex_);
+    for (RankStatus& status : status_) status.up = status.rank != rank && !progress_[status.rank].died;
+    status_[rank].last_error = what;
+  }
+  CloseStreams();
+  spdlog::error("epoch {} ended: {}", epoch_, reason);
+  SetState(GroupState::kDown, reason);
+  return absl::UnavailableError(reason);
+}
+
+void RankGroup::CloseStreams() {
+  for (auto& link : links_) link->Cancel();
+  const auto open = [](const auto& link) { return !link->finished(); };
+  while (std::any_of(links_.begin(), links_.end(), open)) PumpOne(MonotonicMicros() + kCloseSliceUs);
+}
+
+void RankGroup::DrainWorkers() {
+  if (forming_.joinable()) forming_.join();
+  if (state() != GroupState::kServing) return;
+  for (auto& link : links_) {
+    const absl::Status drained = link->Drain(kDrainTimeoutMs);
+    if (!drained.ok()) spdlog::warn("{} did not drain: {}", link->Name(), drained.message());
+  }
+  CloseStreams();
+  SetState(GroupState::kDown, "drained");
+}
+
+}  // namespace kdt

@@ -1,0 +1,102 @@
+// The group over gRPC: one step stream a rank, digests compared one step behind (design.md sections 3 and
+// 11).
+#pragma once
+
+#include <grpcpp/completion_queue.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "coordinator/group/group.h"
+#include "coordinator/group/rank_link.h"
+#include "kdt/v1/worker.pb.h"
+
+namespace kdt {
+
+struct RankGroupOptions {
+  std::vector<std::string> addresses;  // by rank: HOST:PORT or unix:PATH
+  int step_timeout_ms = 30'000;
+  std::function<void()> on_change;  // called from any thread after state() has changed; must not block
+};
+
+class RankGroup : public Group {
+ public:
+  explicit RankGroup(RankGroupOptions options);
+  ~RankGroup() override;
+
+  void Form() override;
+  GroupState state() const override;
+  std::string reason() const override;
+  uint64_t epoch() const override;
+  GroupLimits limits() const override;
+  std::vector<RankStatus> Ranks() const override;
+  absl::Status Send(v1::StepRequest* request) override;
+  absl::Status Receive(v1::StepResponse* response) override;
+  absl::Status Poll() override;
+  StepCost last_cost() const override { return cost_; }
+
+  // Tells every worker to end after its current step. No step may be in flight; the group is kDown
+  // afterwards.
+  void DrainWorkers();
+
+ private:
+  // What is known of one rank's part in the epoch; the scheduler's thread only.
+  struct RankProgress {
+    uint64_t answered = 0;  // last step it answered
+    uint64_t digest = 0;    // after that step
+    double busy_us = 0;
+    std::string failure;           // empty: none
+    bool died = false;             // its stream ended
+    bool waited_for_peer = false;  // its failure is that another rank did not come
+  };
+
+  void RunForming();
+  void SetState(GroupState state, const std::string& reason);
+  // Handles one event if one comes before `deadline_us` (MonotonicMicros). False: none came.
+  bool PumpOne(int64_t deadline_us);
+  void OnAnswer(RankLink* link);
+  void CheckAnswer(uint32_t rank, const v1::StepResponse& response);
+  void CompareDigest(uint32_t rank);
+  void UpdateStatus(uint32_t rank, const v1::StepResponse& response);
+  void SetFailure(uint32_t rank, std::string what, bool died = false, bool waited_for_peer = false);
+  bool AllAnswered(uint64_t step) const;
+  bool AnyFailure() const { return failed_; }
+  std::string LateRanks(uint64_t step) const;
+  // Ends the epoch: looks a moment for the rank that caused the failure, closes the streams, sets kDown.
+  absl::Status EndEpoch();
+  void NameLateRanks();
+  uint32_t Culprit() const;
+  void CloseStreams();
+
+  const RankGroupOptions options_;
+  std::vector<std::unique_ptr<RankLink>> links_;
+  grpc::CompletionQueue queue_;
+
+  mutable std::mutex mutex_;  // guards the next six
+  GroupState state_ = GroupState::kDown;
+  std::string reason_ = "the group has not formed yet";
+  uint64_t epoch_ = 0;
+  GroupLimits limits_;
+  std::vector<RankStatus> status_;
+  int64_t formed_us_ = 0;
+
+  std::thread forming_;
+  std::atomic<bool> stopping_{false};
+
+  // The scheduler's thread only.
+  uint64_t step_ = 0;  // last step sent in this epoch
+  int64_t sent_us_ = 0;
+  bool failed_ = false;
+  std::vector<RankProgress> progress_;
+  v1::StepResponse rank0_;            // its last answer
+  v1::StepResponse scratch_;          // of the others
+  uint64_t rank0_digest_before_ = 0;  // after step_ - 1
+  StepCost cost_;
+};
+
+}  // namespace kdt
