@@ -78,8 +78,15 @@ HWY_INLINE void ScoreTile(const Query* queries, const float* const* keys, size_t
   }
   HWY_UNROLL(8)
   for (size_t q = 0; q < Q; ++q) {
-    HWY_UNROLL(8)
-    for (size_t k = 0; k < K; ++k) scores[q][k] = SumLanes(d, sums[q][k]);
+    if constexpr (K % 4 == 0) {
+      HWY_UNROLL(8)
+      for (size_t k = 0; k < K; k += 4) {
+        hn::StoreU(SumLanes4(d, sums[q][k], sums[q][k + 1], sums[q][k + 2], sums[q][k + 3]), D4(),
+                   &scores[q][k]);
+      }
+    } else {
+      for (size_t k = 0; k < K; ++k) scores[q][k] = SumLanes(d, sums[q][k]);
+    }
   }
 }
 

@@ -93,11 +93,20 @@ HWY_INLINE void DotTile(const float* x, size_t x_stride, const uint16_t* w, size
   }
   HWY_UNROLL(8)
   for (size_t r = 0; r < R; ++r) {
-    HWY_UNROLL(8)
-    for (size_t o = 0; o < O; ++o) {
-      const float sum = SumLanes(d, sums[r][o]);
-      float& out = y[r * y_stride + o];
-      out = accumulate ? out + sum : sum;
+    float* out = y + r * y_stride;
+    if constexpr (O % 4 == 0) {
+      const D4 d4;
+      HWY_UNROLL(8)
+      for (size_t o = 0; o < O; o += 4) {
+        const auto four = SumLanes4(d, sums[r][o], sums[r][o + 1], sums[r][o + 2], sums[r][o + 3]);
+        hn::StoreU(accumulate ? hn::Add(hn::LoadU(d4, out + o), four) : four, d4, out + o);
+      }
+    } else {
+      HWY_UNROLL(8)
+      for (size_t o = 0; o < O; ++o) {
+        const float sum = SumLanes(d, sums[r][o]);
+        out[o] = accumulate ? out[o] + sum : sum;
+      }
     }
   }
 }

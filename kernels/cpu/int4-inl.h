@@ -1,5 +1,5 @@
 // Dot products of float32 rows with INT4 weight rows (eight inputs a 32-bit word, a bf16 scale for each 32
-// inputs). The weights are unpacked in registers, once for all rows of a call.
+// inputs). The weights are unpacked in registers, once for all rows of a tile.
 //
 // A vector of words covers kInt4Block = 8 * kLanes inputs; nibble i of lane l is input 8 l + i. So x is
 // stored per block as eight vectors, vector i holding inputs i, 8 + i, 16 + i, ... (PackInt4Row), and lane
@@ -22,90 +22,213 @@ inline constexpr size_t kInt4Block = 8 * kLanes;
 inline constexpr size_t kGroupWords = 4;  // 32 inputs
 static_assert(kLanes % kGroupWords == 0);
 
+using DU = hn::RebindToUnsigned<DF>;
+using VU = hn::Vec<DU>;
+
 inline size_t PackedInt4Size(size_t inputs) { return (inputs + kInt4Block - 1) / kInt4Block * kInt4Block; }
 
-// x[inputs] -> packed[PackedInt4Size(inputs)], zeros behind the end; inputs is a multiple of 32.
+// One block: packed[i * kLanes + l] = x[8 l + i].
+HWY_INLINE void PackInt4Block(const float* x, float* packed) {
+  const DF d;
+  VF low[4], high[4];  // low[i]: inputs i, 4 + i, 8 + i, ... of the first half of the block
+  hn::LoadInterleaved4(d, x, low[0], low[1], low[2], low[3]);
+  hn::LoadInterleaved4(d, x + 4 * kLanes, high[0], high[1], high[2], high[3]);
+  HWY_UNROLL(4)
+  for (size_t i = 0; i < 4; ++i) {
+    hn::StoreU(hn::ConcatEven(d, high[i], low[i]), d, packed + i * kLanes);
+    hn::StoreU(hn::ConcatOdd(d, high[i], low[i]), d, packed + (i + 4) * kLanes);
+  }
+}
+
+// Short rows: as many weight rows as fit lie in one vector of words. x is repeated to match.
+HWY_INLINE bool IsShortInt4(size_t inputs) { return inputs < kInt4Block && kInt4Block % inputs == 0; }
+
+// x[inputs] -> packed[PackedInt4Size(inputs)], zeros behind the end (or x again, see IsShortInt4).
 HWY_INLINE void PackInt4Row(const float* x, size_t inputs, float* packed) {
-  for (size_t block = 0; block < inputs; block += kInt4Block) {
-    for (size_t lane = 0; lane < kLanes; ++lane) {
-      for (size_t i = 0; i < 8; ++i) {
-        const size_t from = block + 8 * lane + i;
-        packed[block + i * kLanes + lane] = from < inputs ? x[from] : 0.0f;
-      }
+  size_t i = 0;
+  for (; i + kInt4Block <= inputs; i += kInt4Block) PackInt4Block(x + i, packed + i);
+  if (i == inputs) return;
+  HWY_ALIGN float padded[kInt4Block] = {};
+  const size_t copies = IsShortInt4(inputs) ? kInt4Block / inputs : 1;
+  for (size_t copy = 0; copy < copies; ++copy) {
+    std::memcpy(padded + copy * inputs, x + i, (inputs - i) * sizeof(float));
+  }
+  PackInt4Block(padded, packed + i);
+}
+
+// The weights q of nibble kNibble of each word, as float32, in three cheap steps: the nibble where it stands
+// becomes the low end of a float's mantissa (2^(23 - 4 kNibble) + stored value, exactly); subtracting the
+// power of two and the stored offset 8 leaves q. Nibbles 5 to 7 lie beyond the mantissa: `upper` is the words
+// shifted right by 20 bits.
+template <size_t kNibble>
+HWY_INLINE VF Int4Nibble(VU words, VU upper) {
+  const DF d;
+  const DU du;
+  constexpr size_t kPlace = kNibble < 5 ? kNibble : kNibble - 5;
+  const VU magic = hn::Set(du, static_cast<uint32_t>(127 + 23 - 4 * kPlace) << 23);
+  const VU mask = hn::Set(du, uint32_t{15} << (4 * kPlace));
+  const VF offset = hn::Set(d, static_cast<float>((uint32_t{1} << (23 - 4 * kPlace)) + 8));
+  return hn::Sub(hn::BitCast(d, hn::OrAnd(magic, kNibble < 5 ? words : upper, mask)), offset);
+}
+
+// Lane l gets scales[l / 4]: each block of 16 bytes takes its two bytes, as the upper half of a float.
+HWY_INLINE VF Int4Scales(const uint16_t* scales) {
+  const DF d;
+  const hn::Repartition<uint64_t, DF> d64;
+  const hn::Repartition<uint8_t, DF> d8;
+  HWY_ALIGN static constexpr uint8_t kBytes[64] = {
+      0x80, 0x80, 0, 1, 0x80, 0x80, 0, 1, 0x80, 0x80, 0, 1, 0x80, 0x80, 0, 1,  //
+      0x80, 0x80, 2, 3, 0x80, 0x80, 2, 3, 0x80, 0x80, 2, 3, 0x80, 0x80, 2, 3,  //
+      0x80, 0x80, 4, 5, 0x80, 0x80, 4, 5, 0x80, 0x80, 4, 5, 0x80, 0x80, 4, 5,  //
+      0x80, 0x80, 6, 7, 0x80, 0x80, 6, 7, 0x80, 0x80, 6, 7, 0x80, 0x80, 6, 7};
+  static_assert(kLanes <= 16);
+  uint64_t bits = 0;
+  std::memcpy(&bits, scales, kLanes / kGroupWords * sizeof(uint16_t));
+  const auto all = hn::BitCast(d8, hn::Set(d64, bits));
+  return hn::BitCast(d, hn::TableLookupBytesOr0(all, hn::Load(d8, kBytes)));
+}
+
+// part[r][o] = fma(x[r], nibble kNibble of word row o, part[r][o]).
+template <size_t kNibble, size_t R, size_t O>
+HWY_INLINE void Int4NibbleStep(const float* const (&x)[R], const VU (&words)[O], const VU (&upper)[O],
+                               VF (&part)[R][O]) {
+  const DF d;
+  VF xs[R];
+  HWY_UNROLL(8)
+  for (size_t r = 0; r < R; ++r) xs[r] = hn::LoadU(d, x[r] + kNibble * kLanes);
+  HWY_UNROLL(8)
+  for (size_t o = 0; o < O; ++o) {
+    const VF weight = Int4Nibble<kNibble>(words[o], upper[o]);
+    HWY_UNROLL(8)
+    for (size_t r = 0; r < R; ++r) {
+      part[r][o] = kNibble == 0 ? hn::Mul(xs[r], weight) : hn::MulAdd(xs[r], weight, part[r][o]);
     }
   }
 }
 
-// The weights q of nibble kNibble in each word, as float32.
-template <int kNibble>
-HWY_INLINE VF Int4Nibble(hn::Vec<hn::RebindToUnsigned<DF>> words) {
-  const DF d;
-  const hn::RebindToSigned<DF> di;
-  const auto nibble = hn::And(hn::ShiftRight<4 * kNibble>(words), hn::Set(hn::RebindToUnsigned<DF>(), 15u));
-  return hn::ConvertTo(d, hn::Sub(hn::BitCast(di, nibble), hn::Set(di, 8)));
+// sums[r][o] += x[r] . w[o] over one block. Word rows lie w_stride apart, scale rows scale_stride.
+template <size_t R, size_t O>
+HWY_INLINE void Int4Step(const float* const (&x)[R], const uint32_t* w, size_t w_stride,
+                         const uint16_t* scales, size_t scale_stride, VF (&sums)[R][O]) {
+  const DU du;
+  VU words[O], upper[O];
+  VF part[R][O];
+  HWY_UNROLL(8)
+  for (size_t o = 0; o < O; ++o) words[o] = hn::LoadU(du, w + o * w_stride);
+  HWY_UNROLL(8)
+  for (size_t o = 0; o < O; ++o) upper[o] = hn::ShiftRight<20>(words[o]);
+  Int4NibbleStep<0>(x, words, upper, part);
+  Int4NibbleStep<1>(x, words, upper, part);
+  Int4NibbleStep<2>(x, words, upper, part);
+  Int4NibbleStep<3>(x, words, upper, part);
+  Int4NibbleStep<4>(x, words, upper, part);
+  Int4NibbleStep<5>(x, words, upper, part);
+  Int4NibbleStep<6>(x, words, upper, part);
+  Int4NibbleStep<7>(x, words, upper, part);
+  HWY_UNROLL(8)
+  for (size_t o = 0; o < O; ++o) {
+    const VF scale = Int4Scales(scales + o * scale_stride);
+    HWY_UNROLL(8)
+    for (size_t r = 0; r < R; ++r) sums[r][o] = hn::MulAdd(part[r][o], scale, sums[r][o]);
+  }
 }
 
-// Lane l gets scales[l / 4].
-HWY_INLINE VF Int4Scales(const uint16_t* scales) {
+// out[r * out_stride + o] = x[r] . w[o] for an R x O tile, O a multiple of 4. x is packed.
+template <size_t R, size_t O>
+HWY_INLINE void Int4Tile(const float* const* x, const uint32_t* w, const uint16_t* scales, size_t inputs,
+                         float* out, size_t out_stride) {
   const DF d;
-  const hn::RebindToUnsigned<DF> d32;
-  HWY_ALIGN uint32_t bits[kLanes];
-  for (size_t lane = 0; lane < kLanes; ++lane)
-    bits[lane] = static_cast<uint32_t>(scales[lane / kGroupWords]) << 16;
-  return hn::BitCast(d, hn::Load(d32, bits));
-}
-
-// sums[r] += x[r] . w over one block.
-template <size_t R>
-HWY_INLINE void Int4Step(const float* const* x, size_t offset, const uint32_t* w, const uint16_t* scales,
-                         VF (&sums)[R]) {
-  const DF d;
-  const auto words = hn::LoadU(hn::RebindToUnsigned<DF>(), w);
-  const VF weights[8] = {Int4Nibble<0>(words), Int4Nibble<1>(words), Int4Nibble<2>(words),
-                         Int4Nibble<3>(words), Int4Nibble<4>(words), Int4Nibble<5>(words),
-                         Int4Nibble<6>(words), Int4Nibble<7>(words)};
-  const VF scale = Int4Scales(scales);
+  const size_t w_stride = inputs / 8, scale_stride = inputs / 32;
+  VF sums[R][O];
+  const float* xs[R];
   HWY_UNROLL(8)
   for (size_t r = 0; r < R; ++r) {
-    const float* row = x[r] + offset;
-    VF sum = hn::Mul(hn::Load(d, row), weights[0]);
+    xs[r] = x[r];
     HWY_UNROLL(8)
-    for (size_t i = 1; i < 8; ++i) sum = hn::MulAdd(hn::Load(d, row + i * kLanes), weights[i], sum);
-    sums[r] = hn::MulAdd(sum, scale, sums[r]);
+    for (size_t o = 0; o < O; ++o) sums[r][o] = hn::Zero(d);
   }
-}
-
-// out[r] = x[r] . w for R packed rows; w one weight row of `inputs` inputs.
-template <size_t R>
-HWY_INLINE void Int4Dot(const float* const* x, const uint32_t* w, const uint16_t* scales, size_t inputs,
-                        float* out) {
-  const DF d;
-  VF sums[R];
-  HWY_UNROLL(8)
-  for (size_t r = 0; r < R; ++r) sums[r] = hn::Zero(d);
   size_t i = 0;
-  for (; i + kInt4Block <= inputs; i += kInt4Block) Int4Step<R>(x, i, w + i / 8, scales + i / 32, sums);
+  for (; i + kInt4Block <= inputs; i += kInt4Block) {
+    Int4Step<R, O>(xs, w + i / 8, w_stride, scales + i / 32, scale_stride, sums);
+    HWY_UNROLL(8)
+    for (size_t r = 0; r < R; ++r) xs[r] += kInt4Block;
+  }
   if (i < inputs) {
     // Zero words stand for q = -8, but meet a zero in x and a zero scale.
-    HWY_ALIGN uint32_t tail_w[kLanes] = {};
-    uint16_t tail_scales[kLanes / kGroupWords] = {};
-    std::memcpy(tail_w, w + i / 8, (inputs - i) / 8 * sizeof(uint32_t));
-    std::memcpy(tail_scales, scales + i / 32, (inputs - i) / 32 * sizeof(uint16_t));
-    Int4Step<R>(x, i, tail_w, tail_scales, sums);
+    HWY_ALIGN uint32_t tail_w[O * kLanes] = {};
+    uint16_t tail_scales[O * (kLanes / kGroupWords)] = {};
+    for (size_t o = 0; o < O; ++o) {
+      std::memcpy(tail_w + o * kLanes, w + o * w_stride + i / 8, (inputs - i) / 8 * sizeof(uint32_t));
+      std::memcpy(tail_scales + o * (kLanes / kGroupWords), scales + o * scale_stride + i / 32,
+                  (inputs - i) / 32 * sizeof(uint16_t));
+    }
+    Int4Step<R, O>(xs, tail_w, kLanes, tail_scales, kLanes / kGroupWords, sums);
   }
   HWY_UNROLL(8)
-  for (size_t r = 0; r < R; ++r) out[r] = SumLanes(d, sums[r]);
+  for (size_t r = 0; r < R; ++r) {
+    HWY_UNROLL(8)
+    for (size_t o = 0; o < O; o += 4) {
+      const auto four = SumLanes4(d, sums[r][o], sums[r][o + 1], sums[r][o + 2], sums[r][o + 3]);
+      hn::StoreU(four, D4(), out + r * out_stride + o);
+    }
+  }
 }
 
-inline constexpr size_t kInt4Rows = kManyRegisters ? 8 : 4;
+inline constexpr size_t kInt4Outs = 8;  // outputs a call of Int4Dots
 
-// out[r] = x[r] . w for any number of rows.
-HWY_INLINE void Int4DotRows(const float* const* x, size_t rows, const uint32_t* w, const uint16_t* scales,
-                            size_t inputs, float* out) {
+// Int4Tile for kInt4Outs short rows of weights: they lie in V vectors of words behind each other, each output
+// in a few neighbouring blocks of four lanes.
+template <size_t R, size_t V>
+HWY_INLINE void Int4ShortTile(const float* const* x, const uint32_t* w, const uint16_t* scales, float* out,
+                              size_t out_stride) {
+  static_assert(V <= 4);
+  const DF d;
+  constexpr size_t kOutsEach = kInt4Outs / V, kBlocksEach = kLanes / 4 / kOutsEach;
+  VF sums[R][4];
+  VF parts[R][V];
+  const float* xs[R];
+  HWY_UNROLL(8)
+  for (size_t r = 0; r < R; ++r) {
+    xs[r] = x[r];
+    HWY_UNROLL(8)
+    for (size_t v = 0; v < V; ++v) parts[r][v] = hn::Zero(d);
+  }
+  Int4Step<R, V>(xs, w, kLanes, scales, kLanes / kGroupWords, parts);
+  HWY_UNROLL(8)
+  for (size_t r = 0; r < R; ++r) {
+    HWY_UNROLL(8)
+    for (size_t v = 0; v < 4; ++v) sums[r][v] = v < V ? parts[r][v % V] : hn::Zero(d);
+    HWY_ALIGN float blocks[kLanes];
+    hn::Store(SumBlocks4(d, sums[r][0], sums[r][1], sums[r][2], sums[r][3]), d, blocks);
+    for (size_t o = 0; o < kInt4Outs; ++o) {
+      const float* block = blocks + o / kOutsEach + o % kOutsEach * kBlocksEach * 4;
+      float sum = block[0];
+      for (size_t b = 1; b < kBlocksEach; ++b) sum += block[4 * b];
+      out[r * out_stride + o] = sum;
+    }
+  }
+}
+
+template <size_t R>
+HWY_INLINE void Int4Rows(const float* const* x, const uint32_t* w, const uint16_t* scales, size_t inputs,
+                         float* out, size_t out_stride) {
+  if (IsShortInt4(inputs)) {
+    if (inputs * kInt4Outs == 2 * kInt4Block) return Int4ShortTile<R, 2>(x, w, scales, out, out_stride);
+    if (inputs * kInt4Outs == 4 * kInt4Block) return Int4ShortTile<R, 4>(x, w, scales, out, out_stride);
+  }
+  for (size_t o = 0; o < kInt4Outs; o += 4) {
+    Int4Tile<R, 4>(x, w + o * (inputs / 8), scales + o * (inputs / 32), inputs, out + o, out_stride);
+  }
+}
+
+// out[r * out_stride + o] = x[r] . w[o] for any number of rows and kInt4Outs consecutive weight rows.
+HWY_INLINE void Int4Dots(const float* const* x, size_t rows, const uint32_t* w, const uint16_t* scales,
+                         size_t inputs, float* out, size_t out_stride) {
   size_t r = 0;
-  for (; r + kInt4Rows <= rows; r += kInt4Rows) Int4Dot<kInt4Rows>(x + r, w, scales, inputs, out + r);
-  for (; r + 2 <= rows; r += 2) Int4Dot<2>(x + r, w, scales, inputs, out + r);
-  for (; r < rows; ++r) Int4Dot<1>(x + r, w, scales, inputs, out + r);
+  for (; kManyRegisters && r + 2 <= rows; r += 2) {
+    Int4Rows<2>(x + r, w, scales, inputs, out + r * out_stride, out_stride);
+  }
+  for (; r < rows; ++r) Int4Rows<1>(x + r, w, scales, inputs, out + r * out_stride, out_stride);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -14,27 +14,33 @@ HWY_BEFORE_NAMESPACE();
 namespace kdt::kernels::cpu {
 namespace HWY_NAMESPACE {
 
-// activation[pair][j] = silu(gate_j . x) * (up_j . x) for inner columns [begin, end) of one expert, in
-// natural order.
+// inner[pair][0 .. inner) = gate . x and inner[pair][inner .. 2 inner) = up . x, for weight rows [begin, end)
+// of the 2 * inner of one expert.
 void MoeInner(const Int4Experts& w, int64_t expert, const MoePairs& pairs, int64_t begin, int64_t end,
-              float* inner, float* gate, float* up) {
-  const DF d;
+              float* inner) {
   const int64_t words = w.hidden / 8, groups = w.hidden / 32;
   const int64_t first = pairs.begin[expert], count = pairs.begin[expert + 1] - first;
-  for (int64_t j = begin; j < end; ++j) {
-    const int64_t gate_row = expert * 2 * w.inner + j, up_row = gate_row + w.inner;
-    Int4DotRows(pairs.x + first, count, w.gate_up + gate_row * words, w.gate_up_scale + gate_row * groups,
-                w.hidden, gate);
-    Int4DotRows(pairs.x + first, count, w.gate_up + up_row * words, w.gate_up_scale + up_row * groups,
-                w.hidden, up);
-    Transform(gate, gate, count, [d](VF v) HWY_ATTR { return Silu(d, v); });
-    for (int64_t i = 0; i < count; ++i) inner[(first + i) * w.inner + j] = gate[i] * up[i];
+  for (int64_t j = begin; j < end; j += kInt4Outs) {
+    const int64_t row = expert * 2 * w.inner + j;
+    Int4Dots(pairs.x + first, count, w.gate_up + row * words, w.gate_up_scale + row * groups, w.hidden,
+             inner + first * 2 * w.inner + j, 2 * w.inner);
   }
+}
+
+// packed = silu(gate) * up of one pair, ready for MoeDown. The product takes the gate's place.
+void MoeActivate(float* inner, size_t count, float* packed) {
+  const DF d;
+  const float* up = inner + count;
+  for (size_t i = 0; i < count; i += kLanes) {
+    hn::StoreU(hn::Mul(Silu(d, hn::LoadU(d, inner + i)), hn::LoadU(d, up + i)), d, inner + i);
+  }
+  PackInt4Row(inner, count, packed);
 }
 
 // out[row] += weight * (W_down activation) for hidden columns [begin, end), experts rising.
 void MoeDown(const MoeArgs& args, const MoePairs& pairs, int64_t begin, int64_t end, float* dots) {
   const Int4Experts& w = args.weights;
+  const D4 d4;
   const int64_t words = w.inner / 8, groups = w.inner / 32;
   if (!args.accumulate) {
     for (int64_t r = 0; r < args.out.rows; ++r) {
@@ -45,12 +51,17 @@ void MoeDown(const MoeArgs& args, const MoePairs& pairs, int64_t begin, int64_t 
   for (int64_t expert = 0; expert < w.experts; ++expert) {
     const int64_t first = pairs.begin[expert], count = pairs.begin[expert + 1] - first;
     if (count == 0) continue;
-    for (int64_t o = begin; o < end; ++o) {
+    for (int64_t o = begin; o < end; o += kInt4Outs) {
       const int64_t row = expert * w.hidden + o;
-      Int4DotRows(pairs.activation + first, count, w.down + row * words, w.down_scale + row * groups, w.inner,
-                  dots);
+      Int4Dots(pairs.activation + first, count, w.down + row * words, w.down_scale + row * groups, w.inner,
+               dots, kInt4Outs);
       for (int64_t i = 0; i < count; ++i) {
-        args.out.f32()[pairs.row[first + i] * args.out.stride + o] += pairs.weight[first + i] * dots[i];
+        const auto weight = hn::Set(d4, pairs.weight[first + i]);
+        float* out = args.out.f32() + pairs.row[first + i] * args.out.stride + o;
+        for (size_t c = 0; c < kInt4Outs; c += 4) {
+          const auto dot = hn::LoadU(d4, dots + i * kInt4Outs + c);
+          hn::StoreU(hn::MulAdd(weight, dot, hn::LoadU(d4, out + c)), d4, out + c);
+        }
       }
     }
   }
@@ -67,6 +78,7 @@ HWY_AFTER_NAMESPACE();
 namespace kdt::kernels::cpu {
 
 HWY_EXPORT(MoeInner);
+HWY_EXPORT(MoeActivate);
 HWY_EXPORT(MoeDown);
 HWY_EXPORT(MoePack);
 HWY_EXPORT(MoePackedSize);
@@ -96,11 +108,12 @@ void Moe(Context& context, const MoeArgs& args) {
   float* const weight = context.scratch[1].Get<float>(max_pairs);
   const float** const x = context.scratch[2].Get<const float*>(2 * max_pairs);
   const float** const activation = x + max_pairs;
-  // Packed input rows, inner rows in natural order, then packed inner rows.
   float* const packed_x = context.scratch[3].Get<float>(rows * x_size + max_pairs * inner_size);
   float* const packed_inner = packed_x + rows * x_size;
-  float* const inner = context.scratch[4].Get<float>(max_pairs * w.inner);
-  for (int64_t r = 0; r < rows; ++r) pack(args.x.f32() + r * args.x.stride, w.hidden, packed_x + r * x_size);
+  float* const inner = context.scratch[4].Get<float>(max_pairs * 2 * w.inner);  // gate, up of each pair
+  ParallelRanges(context, rows, 1, w.hidden, [&](int64_t row, int64_t end) {
+    for (; row < end; ++row) pack(args.x.f32() + row * args.x.stride, w.hidden, packed_x + row * x_size);
+  });
   for (int64_t pair = 0; pair < max_pairs; ++pair) {
     const int64_t expert = local(pair);
     if (expert < 0) continue;
@@ -115,22 +128,29 @@ void Moe(Context& context, const MoeArgs& args) {
   const int64_t held = begin[w.experts];
 
   const int threads = context.pool.threads();
-  float* const dots = context.scratch[5].Get<float>(2 * threads * (max_pairs + 1));
-  const int64_t cuts = std::min<int64_t>(w.inner, threads == 1 ? 1 : 2 * threads);
   const auto inner_range = HWY_DYNAMIC_DISPATCH(MoeInner);
+  const auto activate = HWY_DYNAMIC_DISPATCH(MoeActivate);
   const auto down_range = HWY_DYNAMIC_DISPATCH(MoeDown);
-  context.pool.Run(w.experts * cuts, [&](int task, int thread) {
+  // Ranges of whole groups of weight rows, one task for each expert and range.
+  const int64_t inner_groups = 2 * w.inner / kInt4Group,
+                cuts = threads == 1 ? 1 : std::min(inner_groups, 2L * threads);
+  context.pool.Run(w.experts * cuts, [&](int task, int) {
     const int64_t expert = task / cuts, cut = task % cuts;
     if (begin[expert + 1] == begin[expert]) return;
-    float* const gate = dots + 2 * thread * (max_pairs + 1);
-    inner_range(w, expert, pairs, w.inner * cut / cuts, w.inner * (cut + 1) / cuts, inner, gate,
-                gate + max_pairs + 1);
+    inner_range(w, expert, pairs, inner_groups * cut / cuts * kInt4Group,
+                inner_groups * (cut + 1) / cuts * kInt4Group, inner);
   });
-  for (int64_t i = 0; i < held; ++i) pack(inner + i * w.inner, w.inner, packed_inner + i * inner_size);
-  const int64_t down_cuts = threads == 1 ? 1 : 4 * threads;
-  context.pool.Run(down_cuts, [&](int task, int thread) {
-    down_range(args, pairs, w.hidden * task / down_cuts, w.hidden * (task + 1) / down_cuts,
-               dots + 2 * thread * (max_pairs + 1));
+  ParallelRanges(context, held, 1, 8 * w.inner, [&](int64_t pair, int64_t end) {
+    for (; pair < end; ++pair)
+      activate(inner + pair * 2 * w.inner, w.inner, packed_inner + pair * inner_size);
+  });
+  const int64_t dots_size = 8 * max_pairs;
+  float* const dots = context.scratch[5].Get<float>(threads * dots_size);
+  const int64_t out_groups = w.hidden / kInt4Group,
+                out_cuts = threads == 1 ? 1 : std::min(out_groups, 4L * threads);
+  context.pool.Run(out_cuts, [&](int task, int thread) {
+    down_range(args, pairs, out_groups * task / out_cuts * kInt4Group,
+               out_groups * (task + 1) / out_cuts * kInt4Group, dots + thread * dots_size);
   });
 }
 

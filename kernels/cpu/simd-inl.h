@@ -51,7 +51,41 @@ HWY_INLINE void Transform(const float* in, float* out, size_t count, const Fn& f
   if (i < count) StoreTail(fn(LoadTail(d, in + i, count - i)), d, out + i, count - i);
 }
 
-HWY_INLINE float SumLanes(DF d, VF v) { return hn::GetLane(hn::SumOfLanes(d, v)); }
+using D4 = hn::FixedTag<float, 4>;
+
+// Sums of the blocks of four lanes, each block of `v` holding a partial sum of the same four outputs.
+template <class D>
+HWY_INLINE hn::Vec<D4> FoldBlocks(D d, hn::Vec<D> v) {
+  if constexpr (hn::MaxLanes(D()) > 4) {
+    const hn::Half<D> half;
+    return FoldBlocks(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+  } else {
+    (void)d;
+    return v;
+  }
+}
+
+// In each block of four lanes: the sums of that block of a, b, c and e.
+HWY_INLINE VF SumBlocks4(DF d, VF a, VF b, VF c, VF e) {
+  const hn::Repartition<double, DF> d64;
+  const VF ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
+  const VF ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
+  const auto ab64 = hn::BitCast(d64, ab), ce64 = hn::BitCast(d64, ce);
+  return hn::Add(hn::BitCast(d, hn::InterleaveLower(d64, ab64, ce64)),
+                 hn::BitCast(d, hn::InterleaveUpper(d64, ab64, ce64)));
+}
+
+// The sums over all lanes of four vectors. The order of additions is the same for each of them.
+HWY_INLINE hn::Vec<D4> SumLanes4(DF d, VF a, VF b, VF c, VF e) {
+  return FoldBlocks(d, SumBlocks4(d, a, b, c, e));
+}
+
+// The same for one vector, in the same order.
+HWY_INLINE float SumLanes(DF d, VF v) {
+  const VF zero = hn::Zero(d);
+  return hn::GetLane(SumLanes4(d, v, zero, zero, zero));
+}
+
 HWY_INLINE float MaxLane(DF d, VF v) { return hn::GetLane(hn::MaxOfLanes(d, v)); }
 
 // bf16 -> float32 is a shift.

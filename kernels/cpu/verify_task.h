@@ -10,6 +10,7 @@ struct VerifyTask {
   int64_t sequence, row, rows, head, heads;
 };
 
-inline constexpr int64_t kTaskQueries = 64;  // most queries (row, head) of a task; they share each block of keys
+inline constexpr int64_t kTaskQueries =
+    64;  // most queries (row, head) of a task; they share each block of keys
 
 }  // namespace kdt::kernels::cpu

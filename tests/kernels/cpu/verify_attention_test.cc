@@ -196,7 +196,7 @@ TEST_CASE("verify_attention agrees with float64 on ragged batches", "[verify_att
              {Tree(0, 1, rng), Tree(130, 20, rng), Chain(0, 9, true), Sequence{50, false, {}, {}},
               Chain(63, 70, true), Tree(64, 1, rng), Tree(5, 80, rng), Chain(200, 3, false)},
              rng, 0.2f, dtype);
-      CHECK(WorstError(c, c.Run(*backend)) < 3e-6);
+      CHECK(WorstError(c, c.Run(*backend)) < 5e-6);
     }
   }
 }
