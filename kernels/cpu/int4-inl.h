@@ -56,19 +56,26 @@ HWY_INLINE void PackInt4Row(const float* x, size_t inputs, float* packed) {
   PackInt4Block(padded, packed + i);
 }
 
-// The weights q of nibble kNibble of each word, as float32, in three cheap steps: the nibble where it stands
-// becomes the low end of a float's mantissa (2^(23 - 4 kNibble) + stored value, exactly); subtracting the
-// power of two and the stored offset 8 leaves q. Nibbles 5 to 7 lie beyond the mantissa: `upper` is the words
-// shifted right by 20 bits.
-template <size_t kNibble>
-HWY_INLINE VF Int4Nibble(VU words, VU upper) {
+// The weights q of nibble kPlace (0, 1, 2) of each word, as float32, exactly. The nibble where it stands
+// becomes the low end of a float's mantissa, 2^(23 - 4 kPlace) + stored value; subtracting the power of two
+// and the stored offset 8 leaves q. AVX-512 looks the lowest nibble up in a register instead, which spares
+// the mask: it reads four bits of an index.
+template <size_t kPlace>
+HWY_INLINE VF Int4Nibble(VU words) {
   const DF d;
   const DU du;
-  constexpr size_t kPlace = kNibble < 5 ? kNibble : kNibble - 5;
+  static_assert(kPlace < 3);
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  if constexpr (kPlace == 0) {
+    HWY_ALIGN static constexpr float kWeights[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    const VU index = HWY_IS_DEBUG_BUILD ? hn::And(words, hn::Set(du, 15u)) : words;
+    return hn::TableLookupLanes(hn::Load(d, kWeights), hn::IndicesFromVec(d, index));
+  }
+#endif
   const VU magic = hn::Set(du, static_cast<uint32_t>(127 + 23 - 4 * kPlace) << 23);
   const VU mask = hn::Set(du, uint32_t{15} << (4 * kPlace));
   const VF offset = hn::Set(d, static_cast<float>((uint32_t{1} << (23 - 4 * kPlace)) + 8));
-  return hn::Sub(hn::BitCast(d, hn::OrAnd(magic, kNibble < 5 ? words : upper, mask)), offset);
+  return hn::Sub(hn::BitCast(d, hn::OrAnd(magic, words, mask)), offset);
 }
 
 // Lane l gets scales[l / 4]: each block of 16 bytes takes its two bytes, as the upper half of a float.
@@ -88,17 +95,18 @@ HWY_INLINE VF Int4Scales(const uint16_t* scales) {
   return hn::BitCast(d, hn::TableLookupBytesOr0(all, hn::Load(d8, kBytes)));
 }
 
-// part[r][o] = fma(x[r], nibble kNibble of word row o, part[r][o]).
+// part[r][o] = fma(x[r], nibble kNibble of word row o, part[r][o]). The words are shifted as the nibbles are
+// used up.
 template <size_t kNibble, size_t R, size_t O>
-HWY_INLINE void Int4NibbleStep(const float* const (&x)[R], const VU (&words)[O], const VU (&upper)[O],
-                               VF (&part)[R][O]) {
+HWY_INLINE void Int4NibbleStep(const float* const (&x)[R], VU (&words)[O], VF (&part)[R][O]) {
   const DF d;
   VF xs[R];
   HWY_UNROLL(8)
   for (size_t r = 0; r < R; ++r) xs[r] = hn::LoadU(d, x[r] + kNibble * kLanes);
   HWY_UNROLL(8)
   for (size_t o = 0; o < O; ++o) {
-    const VF weight = Int4Nibble<kNibble>(words[o], upper[o]);
+    if (kNibble != 0 && kNibble % 3 == 0) words[o] = hn::ShiftRight<12>(words[o]);
+    const VF weight = Int4Nibble<kNibble % 3>(words[o]);
     HWY_UNROLL(8)
     for (size_t r = 0; r < R; ++r) {
       part[r][o] = kNibble == 0 ? hn::Mul(xs[r], weight) : hn::MulAdd(xs[r], weight, part[r][o]);
@@ -111,20 +119,18 @@ template <size_t R, size_t O>
 HWY_INLINE void Int4Step(const float* const (&x)[R], const uint32_t* w, size_t w_stride,
                          const uint16_t* scales, size_t scale_stride, VF (&sums)[R][O]) {
   const DU du;
-  VU words[O], upper[O];
+  VU words[O];
   VF part[R][O];
   HWY_UNROLL(8)
   for (size_t o = 0; o < O; ++o) words[o] = hn::LoadU(du, w + o * w_stride);
-  HWY_UNROLL(8)
-  for (size_t o = 0; o < O; ++o) upper[o] = hn::ShiftRight<20>(words[o]);
-  Int4NibbleStep<0>(x, words, upper, part);
-  Int4NibbleStep<1>(x, words, upper, part);
-  Int4NibbleStep<2>(x, words, upper, part);
-  Int4NibbleStep<3>(x, words, upper, part);
-  Int4NibbleStep<4>(x, words, upper, part);
-  Int4NibbleStep<5>(x, words, upper, part);
-  Int4NibbleStep<6>(x, words, upper, part);
-  Int4NibbleStep<7>(x, words, upper, part);
+  Int4NibbleStep<0>(x, words, part);
+  Int4NibbleStep<1>(x, words, part);
+  Int4NibbleStep<2>(x, words, part);
+  Int4NibbleStep<3>(x, words, part);
+  Int4NibbleStep<4>(x, words, part);
+  Int4NibbleStep<5>(x, words, part);
+  Int4NibbleStep<6>(x, words, part);
+  Int4NibbleStep<7>(x, words, part);
   HWY_UNROLL(8)
   for (size_t o = 0; o < O; ++o) {
     const VF scale = Int4Scales(scales + o * scale_stride);
