@@ -222,6 +222,7 @@ HWY_INLINE void Int4Rows(const float* const* x, const uint32_t* w, const uint16_
     if (inputs * kInt4Outs == 2 * kInt4Block) return Int4ShortTile<R, 2>(x, w, scales, out, out_stride);
     if (inputs * kInt4Outs == 4 * kInt4Block) return Int4ShortTile<R, 4>(x, w, scales, out, out_stride);
   }
+  if constexpr (kManyRegisters && R == 1) return Int4Tile<1, 8>(x, w, scales, inputs, out, out_stride);
   for (size_t o = 0; o < kInt4Outs; o += 4) {
     Int4Tile<R, 4>(x, w + o * (inputs / 8), scales + o * (inputs / 32), inputs, out + o, out_stride);
   }
