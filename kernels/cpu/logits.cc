@@ -1,11 +1,9 @@
-// Statistics, the best k and the Gumbel argmax of logit rows.
+// Statistics and the best k of logit rows.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/logits.cc"
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
-#include "common/rng.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/ops.h"
@@ -113,34 +111,6 @@ void LogitsTopK(Context& context, const LogitsTopKArgs& args) {
         ids[found] = -1;
         values[found] = -std::numeric_limits<float>::infinity();
       }
-    }
-  });
-}
-
-void GumbelArgmax(Context& context, const GumbelArgmaxArgs& args) {
-  KDT_CHECK(args.logits.dtype == DType::kF32);
-  const int64_t vocab = args.logits.cols;
-  constexpr float kMasked = -std::numeric_limits<float>::infinity();
-  ParallelRanges(context, args.logits.rows, 1, 64 * vocab, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const float* logits = args.logits.f32() + r * args.logits.stride;
-      const float temperature = args.temperature[r];
-      const float inverse = 1.0f / temperature;
-      float best = kMasked;
-      int64_t best_id = -1;
-      for (int64_t i = 0; i < vocab; ++i) {
-        float value = logits[i];
-        if (temperature > 0.0f && value > kMasked) {
-          value = value * inverse + GumbelNoise(args.seed[r], static_cast<uint64_t>(args.position[r]),
-                                                static_cast<uint32_t>(args.vocab_begin + i));
-        }
-        if (value > best) {
-          best = value;
-          best_id = args.vocab_begin + i;
-        }
-      }
-      args.id[r] = static_cast<int32_t>(best_id);
-      args.value[r] = best;
     }
   });
 }
