@@ -283,7 +283,7 @@ void BudgetController::ObserveStep(const StepShape& step, bool drafted, double m
   if (changed) {
     exploration_credit_ = std::max(exploration_credit_, kChangeCreditSteps * whole);
     probe_period_ = kProbePeriod;
-    next_probe_ = std::min(next_probe_, steps_ + kProbePeriod);
+    next_probe_ = std::min(next_probe_, steps_ + kDwellSteps);
   }
   // Credit beyond the cap is not taken away, only no more is added.
   if (exploration_credit_ < kMostCreditSteps * whole) exploration_credit_ += kExplorationShare * whole;

@@ -12,7 +12,6 @@ constexpr size_t kKnots = kRowKnots.size();
 constexpr double kWindow = 16.0;         // a mean follows its last 16 values or so
 constexpr double kClip = 2.0;            // one stalled step must not count for more than this times the mean
 constexpr double kSurpriseRatio = 1.25;  // a value this far off the mean ...
-constexpr int kSurprises = 4;            // ... so many times in a row is a change, not noise
 constexpr double kHalfLifeSteps = 2000.0;  // knowledge that is not renewed fades
 constexpr double kKnownFreshness = 0.25;
 constexpr double kKnownWeight = 1.5;
@@ -20,8 +19,10 @@ constexpr double kInheritedWeight = 1.0;  // of a neighbouring bucket's mean in 
 constexpr double kNeverSeenMicros = 1000.0;
 constexpr double kDraftShare = 0.1;
 constexpr double kEstablishedWeight = 6.0;  // a mean of fewer values is still settling when it moves
-// A changed machine makes what was seen elsewhere on the curve doubtful: it counts as one old value.
+// A changed machine makes what was seen elsewhere on the curve doubtful: moved along and counted as one
+// value, or, when the change is large and so the curve's shape is surely another, forgotten.
 constexpr double kDoubtfulWeight = 1.0;
+constexpr double kLargeChange = 1.5;
 
 // The cautious prior's shape, t(rows) / t(1): what a Kimi-K2 rank reads for so many tokens (6.7 GB for one,
 // 26 for 16, 40 for 32; routed experts dominate).
@@ -66,13 +67,17 @@ bool StepTimeModel::Mean::Add(double sample, uint64_t now) {
   }
   const double ratio = sample / value;
   const int direction = ratio > kSurpriseRatio ? 1 : ratio < 1.0 / kSurpriseRatio ? -1 : 0;
-  if (direction == 0 || direction * surprises < 0) surprises = 0, surprise_sum = 0.0;
-  if (direction != 0) surprises += direction, surprise_sum += sample;
-  if (std::abs(surprises) >= kSurprises) {
-    value = surprise_sum / kSurprises;
-    weight = kSurprises;
+  if (direction == 0 || direction * surprises < 0) surprises = 0;
+  if (direction != 0) {
+    surprising[static_cast<size_t>(std::abs(surprises))] = sample;
+    surprises += direction;
+  }
+  if (std::abs(surprises) == static_cast<int>(surprising.size())) {
+    // The median: one stalled step among them must not become the new mean.
+    std::sort(surprising.begin(), surprising.end());
+    value = 0.5 * (surprising[1] + surprising[2]);
+    weight = static_cast<double>(surprising.size());
     surprises = 0;
-    surprise_sum = 0.0;
     return true;
   }
   weight = std::min(weight + 1.0, kWindow);
@@ -178,9 +183,14 @@ bool StepTimeModel::Observe(const StepShape& shape, bool drafted, double micros,
   knot.rows += (shape.rows - knot.rows) / knot.micros.weight;
   if (moved && before.weight >= kEstablishedWeight) {
     changed = true;
+    const double ratio = knot.micros.value / before.value;
     for (Knot& other : cell) {
       if (&other == &knot || !other.seen()) continue;
-      other.micros.value *= knot.micros.value / before.value;
+      if (ratio > kLargeChange || ratio < 1.0 / kLargeChange) {
+        other = {};
+        continue;
+      }
+      other.micros.value *= ratio;
       other.micros.weight = std::min(other.micros.weight, kDoubtfulWeight);
     }
   }

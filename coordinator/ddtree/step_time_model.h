@@ -74,7 +74,7 @@ class StepTimeModel {
     double weight = 0.0;  // values it stands for, at most kWindow
     uint64_t last = 0;    // step of the last value
     int surprises = 0;    // consecutive values far above (+) or below (-)
-    double surprise_sum = 0.0;
+    std::array<double, 4> surprising{};
     bool Add(double value, uint64_t now);  // true: the values have moved for good
     double Freshness(uint64_t now) const;  // 0 .. 1
   };

@@ -7,6 +7,7 @@
 
 #include "common/rng.h"
 #include "common/status.h"
+#include "coordinator/ddtree/budget_controller.h"
 #include "coordinator/ddtree/ddtree.h"
 
 namespace kdt {
@@ -66,6 +67,27 @@ void BuildAncestorRows(benchmark::State& state) {
   }
 }
 BENCHMARK(BuildAncestorRows)->ArgName("budget")->Arg(16)->Arg(64)->Arg(255)->Unit(benchmark::kMicrosecond);
+
+// One auto decision over `batch` sequences, each with a tree of 64 nodes, with a model that has seen steps.
+void DecideBudget(benchmark::State& state) {
+  const size_t batch = static_cast<size_t>(state.range(0));
+  const Guesses guesses = MakeGuesses(2.0f);
+  std::vector<TreeBuilder> builders(batch);
+  std::vector<BudgetRequest> requests;
+  for (TreeBuilder& builder : builders) {
+    requests.push_back({*builder.Build(TreePolicy::kBestFirst, 0, guesses.view(), 64), std::nullopt});
+  }
+  BudgetController controller;
+  StepShape step{.context_tokens = 1000, .batch = static_cast<uint32_t>(batch)};
+  for (step.rows = step.batch; step.rows < 600; step.rows += step.rows / 8 + 1) {
+    for (int i = 0; i < 4; ++i) controller.ObserveStep(step, true, 8000.0 + 10.0 * step.rows, 500.0);
+  }
+  for (auto _ : state) {
+    BudgetDecision decision = controller.Decide(requests, step, 512);
+    benchmark::DoNotOptimize(decision.total_nodes);
+  }
+}
+BENCHMARK(DecideBudget)->ArgName("batch")->Arg(1)->Arg(8)->Unit(benchmark::kMicrosecond);
 
 }  // namespace
 }  // namespace kdt

@@ -1,5 +1,5 @@
-// A synthetic machine and drafter for the budget controller's tests: step times from a formula with some noise,
-// acceptances drawn from the drafter's probabilities times a factor. Deterministic.
+// A synthetic machine and drafter for the budget controller's tests: step times from a formula with some
+// noise, acceptances drawn from the drafter's probabilities times a factor. Deterministic.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +34,10 @@ class Simulation {
 
   void Reset() { micros = tokens = 0.0, steps = probes = explorations = switches = plain_steps = 0; }
 
-  // Runs `count` steps of `batch` sequences. `fixed`: every sequence has this budget, the controller only passes it on.
-  void Run(const Machine& machine, uint32_t batch, uint64_t count, std::optional<uint32_t> fixed = std::nullopt) {
+  // Runs `count` steps of `batch` sequences. `fixed`: every sequence has this budget, the controller only
+  // passes it on.
+  void Run(const Machine& machine, uint32_t batch, uint64_t count,
+           std::optional<uint32_t> fixed = std::nullopt) {
     for (uint64_t i = 0; i < count; ++i) Step(machine, batch, fixed);
   }
 
