@@ -75,6 +75,8 @@ class Group {
   // Between steps: takes late answers in and notices ranks that died.
   virtual absl::Status Poll() = 0;
   virtual StepCost last_cost() const = 0;
+  // Ends the epoch because rank 0's last answer made no sense; `what` tells why.
+  virtual void Reject(const std::string& what) = 0;
 };
 
 }  // namespace kdt

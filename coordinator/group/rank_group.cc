@@ -268,6 +268,11 @@ absl::Status RankGroup::Poll() {
   return failed_ ? EndEpoch() : absl::OkStatus();
 }
 
+void RankGroup::Reject(const std::string& what) {
+  SetFailure(0, what);
+  EndEpoch().IgnoreError();  // the caller knows
+}
+
 void RankGroup::NameLateRanks() {
   for (uint32_t rank = 0; rank < progress_.size(); ++rank) {
     if (progress_[rank].answered >= step_) continue;

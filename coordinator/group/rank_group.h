@@ -39,6 +39,7 @@ class RankGroup : public Group {
   absl::Status Receive(v1::StepResponse* response) override;
   absl::Status Poll() override;
   StepCost last_cost() const override { return cost_; }
+  void Reject(const std::string& what) override;
 
   // Tells every worker to end after its current step. No step may be in flight; the group is kDown
   // afterwards.
@@ -65,8 +66,6 @@ class RankGroup : public Group {
   void UpdateStatus(uint32_t rank, const v1::StepResponse& response);
   void SetFailure(uint32_t rank, std::string what, bool died = false, bool waited_for_peer = false);
   bool AllAnswered(uint64_t step) const;
-  bool AnyFailure() const { return failed_; }
-  std::string LateRanks(uint64_t step) const;
   // Ends the epoch: looks a moment for the rank that caused the failure, closes the streams, sets kDown.
   absl::Status EndEpoch();
   void NameLateRanks();

@@ -1,0 +1,376 @@
+// The scheduler's thread.
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/clock.h"
+#include "common/log.h"
+#include "common/status.h"
+#include "coordinator/scheduler/scheduler.h"
+
+namespace kdt {
+namespace {
+
+constexpr std::chrono::milliseconds kIdlePoll{50};  // how late a rank's death is seen while nothing runs
+constexpr int64_t kFormRetryUs = 500'000;
+constexpr uint32_t kExpectedAnswer = 1024;  // tokens to reserve neighbouring slots for
+
+double Seconds(int64_t from_us, int64_t to_us) {
+  return static_cast<double>(std::max<int64_t>(to_us - from_us, 0)) * 1e-6;
+}
+
+}  // namespace
+
+void Scheduler::Run() {
+  while (TakeCommands()) {
+    const bool serves = GroupServes();
+    Reap();
+    UpdateCounts();
+    if (serves) {
+      Admit();
+      builder_.Build(&running_, &step_, &plan_, &preempted_);
+      for (Sample* sample : preempted_) Enqueue(sample);
+      preempted_.clear();
+      UpdateCounts();
+      if (!plan_.empty() || step_.ops_size() > 0) {
+        RunStep();
+        continue;
+      }
+      if (!gained_.empty()) {
+        DeliverGains();
+        continue;  // finished samples are still to be reaped
+      }
+      if (!group_->Poll().ok()) {
+        LoseGroup();
+        continue;
+      }
+    }
+    WaitForWork();
+  }
+  EndAll(absl::UnavailableError("the server is shutting down"));
+}
+
+bool Scheduler::TakeCommands() {
+  std::vector<std::unique_ptr<Request>> arrived;
+  std::vector<Cancellation> cancelled;
+  {
+    std::lock_guard lock(mutex_);
+    if (stop_) return false;
+    woken_ = false;
+    arrived.swap(inbox_);
+    cancelled.swap(cancellations_);
+  }
+  for (auto& request : arrived) Accept(std::move(request));
+  for (const Cancellation& cancellation : cancelled) {
+    const auto found = requests_.find(cancellation.id);
+    if (found != requests_.end()) EndRequest(found->second.get(), cancellation.status);
+  }
+  if (lost_ && !requests_.empty()) EndAll(absl::UnavailableError("the model group was lost"));
+  return true;
+}
+
+void Scheduler::WaitForWork() {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, kIdlePoll, [this] { return woken_ || stop_; });
+}
+
+void Scheduler::Accept(std::unique_ptr<Request> request) {
+  for (auto& sample : request->samples) Enqueue(sample.get());
+  requests_.emplace(request->id, std::move(request));
+}
+
+void Scheduler::Enqueue(Sample* sample) {
+  waiting_.insert(std::upper_bound(waiting_.begin(), waiting_.end(), sample, Senior), sample);
+}
+
+bool Scheduler::GroupServes() {
+  if (lost_) return false;
+  const GroupState state = group_->state();
+  if (state == GroupState::kServing) {
+    if (epoch_ == group_->epoch()) return true;
+    epoch_ = group_->epoch();
+    limits_ = group_->limits();
+    store_.Reset(limits_);
+    builder_.Reset(limits_);
+    return true;
+  }
+  if (state == GroupState::kDown) {
+    if (!options_.rejoin) {
+      LoseGroup();
+    } else if (MonotonicMicros() >= retry_forming_us_) {
+      retry_forming_us_ = MonotonicMicros() + kFormRetryUs;
+      group_->Form();
+    }
+  }
+  return false;
+}
+
+// Every sample's K/V is gone. With rejoin they wait for the next epoch, to be prefilled with what they have;
+// tokens of the step that failed were never seen, so none is repeated or missing.
+void Scheduler::LoseGroup() {
+  DeliverGains();
+  for (Sample* sample : running_) {
+    sample->sequence_id = 0;
+    sample->committed = 0;
+    sample->draft.Clear();
+    if (sample->state != SampleState::kRunning) continue;
+    sample->state = SampleState::kWaiting;
+    Enqueue(sample);
+  }
+  running_.clear();
+  epoch_ = 0;
+  if (!options_.rejoin) {
+    lost_ = true;
+    EndAll(absl::UnavailableError("the model group was lost"));
+    if (options_.on_group_lost) options_.on_group_lost(group_->reason());
+  }
+  UpdateCounts();
+}
+
+// Samples that ended give their sequence to the prefix cache, or free it; ended requests are forgotten.
+void Scheduler::Reap() {
+  std::erase_if(gained_, [](const Gained& gained) { return gained.sample->request->ended; });
+  std::erase_if(running_, [this](Sample* sample) {
+    if (sample->state != SampleState::kDone) return false;
+    if (sample->sequence_id != 0) {
+      if (sample->keep_sequence) {
+        sample->tokens.resize(sample->committed);
+        store_.Keep(sample->sequence_id, std::move(sample->tokens));
+      } else {
+        store_.Free(sample->sequence_id);
+      }
+      sample->sequence_id = 0;
+    }
+    return true;
+  });
+  std::erase_if(waiting_, [](const Sample* sample) { return sample->state == SampleState::kDone; });
+  std::erase_if(requests_, [](const auto& entry) { return entry.second->ended; });
+}
+
+void Scheduler::UpdateCounts() {
+  uint32_t waiting = 0;
+  for (const auto& [id, request] : requests_) {
+    waiting += !request->ended && request->samples.front()->admitted_us == 0;
+  }
+  const auto running = static_cast<uint32_t>(running_.size());
+  {
+    std::lock_guard lock(mutex_);
+    waiting += static_cast<uint32_t>(inbox_.size());
+    const size_t open = requests_.size() + inbox_.size();
+    if (waiting == waiting_count_ && running == running_count_ && open == open_requests_) return;
+    waiting_count_ = waiting;
+    running_count_ = running;
+    open_requests_ = open;
+  }
+  changed_.notify_all();  // Drain() may be waiting
+}
+
+std::vector<LiveSequence> Scheduler::Live() const {
+  std::vector<LiveSequence> live;
+  for (const Sample* sample : running_) {
+    live.push_back({sample->sequence_id, std::span(sample->tokens).first(sample->committed)});
+  }
+  return live;
+}
+
+// The other samples of a request wait until the first has computed the prompt that they share.
+bool Scheduler::MayStart(const Sample& sample) const {
+  if (sample.index == 0) return true;
+  const Request& request = *sample.request;
+  const Sample& first = *request.samples.front();
+  const auto shared = static_cast<uint32_t>(request.spec.prompt.size()) - 1;
+  if (request.spec.prompt_logprobs > 0 && request.prompt_logprobs.size() < shared) return false;
+  return first.state == SampleState::kDone || first.committed >= shared;
+}
+
+// Admission looks at what the running samples hold and have yet to prefill, not at what answers may grow to:
+// a worst case of a whole context for each would leave most of the pool idle. When answers do outgrow it,
+// juniors are preempted.
+bool Scheduler::HasRoomFor(const Sample& sample, const std::vector<LiveSequence>& live) const {
+  std::vector<uint64_t> ids;
+  uint64_t claimed = 0;
+  for (const Sample* running : running_) {
+    ids.push_back(running->sequence_id);
+    claimed += running->pending();
+  }
+  claimed += store_.ledger().HeldBy(ids);
+  const uint64_t slots = store_.ledger().slots();
+  const uint64_t available = slots - std::min(slots, claimed);
+  const uint64_t needed = sample.tokens.size();
+  return needed <= available || needed - SequenceStore::SharedWithLive(sample.tokens, live) <= available;
+}
+
+void Scheduler::Admit() {
+  if (waiting_.empty()) return;
+  const size_t most = std::min(options_.max_running, limits_.max_rows);
+  for (size_t i = 0; i < waiting_.size() && running_.size() < most;) {
+    Sample* sample = waiting_[i];
+    if (!MayStart(*sample)) {
+      ++i;
+      continue;
+    }
+    const std::vector<LiveSequence> live = Live();
+    if (!running_.empty() && !HasRoomFor(*sample, live)) return;
+    if (!store_.MakeSequenceRoom()) return;
+    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
+    StartSample(sample, live);
+  }
+}
+
+void Scheduler::StartSample(Sample* sample, const std::vector<LiveSequence>& live) {
+  Request& request = *sample->request;
+  const RequestSpec& spec = request.spec;
+  v1::SamplingState sampling = spec.sampling;
+  sampling.set_seed(spec.sampling.seed() + sample->index);
+  const uint32_t expected = static_cast<uint32_t>(sample->tokens.size()) +
+                            std::min(spec.max_tokens - sample->kept, kExpectedAnswer);
+  // Log-probabilities of the prompt need every row of it to be computed.
+  const bool needs_rows = sample->index == 0 && spec.prompt_logprobs > 0 &&
+                          request.prompt_logprobs.size() + 1 < spec.prompt.size();
+  const auto started = store_.Start(sample->tokens, sampling, expected, !needs_rows, live);
+  sample->sequence_id = started.sequence_id;
+  sample->committed = started.committed;
+  sample->state = SampleState::kRunning;
+  if (sample->admitted_us == 0) {
+    sample->admitted_us = MonotonicMicros();
+    if (sample->index == 0) request.cached_tokens = started.committed;
+  }
+  running_.insert(std::upper_bound(running_.begin(), running_.end(), sample, Senior), sample);
+}
+
+void Scheduler::RunStep() {
+  const absl::Status sent = group_->Send(&step_);
+  DeliverGains();  // the last step's texts, while the ranks compute
+  const absl::Status received = sent.ok() ? group_->Receive(&answer_) : sent;
+  if (!received.ok()) {
+    LoseGroup();
+    return;
+  }
+  const absl::Status applied = ApplyStep(plan_, &answer_, options_.vocab_size, &store_, &gained_);
+  if (!applied.ok()) {
+    gained_.clear();
+    group_->Reject(std::string(applied.message()));
+    LoseGroup();
+    return;
+  }
+  const int64_t now_us = MonotonicMicros();
+  for (Gained& gained : gained_) {
+    Sample* sample = gained.sample;
+    if (sample->first_token_us == 0) sample->first_token_us = now_us;
+    if (gained.finish != v1::FINISH_REASON_UNSPECIFIED || !gained.error.empty()) {
+      sample->state = SampleState::kDone;
+      sample->keep_sequence = gained.error.empty();
+    }
+  }
+}
+
+void Scheduler::DeliverGains() {
+  for (Gained& gained : gained_) Deliver(&gained);
+  gained_.clear();
+}
+
+void Scheduler::Deliver(Gained* gained) {
+  Sample* sample = gained->sample;
+  Request* request = sample->request;
+  if (request->ended) return;
+  if (!gained->error.empty()) {
+    spdlog::error("request {} failed on the ranks: {}", request->spec.request_id, gained->error);
+    EndRequest(request, absl::InternalError("the model gave no usable result for this request"));
+    return;
+  }
+  v1::GenerateResponse response;
+  response.set_request_id(request->spec.request_id);
+  response.set_index(sample->index);
+  v1::Chunk* chunk = response.mutable_chunk();
+  // The token that ends the answer is listed, but is not text.
+  std::span<const uint32_t> texts = gained->tokens;
+  if (gained->stop_token.has_value()) texts = texts.first(texts.size() - 1);
+  const auto taken = sample->output->Push(texts, chunk);
+  if (!taken.ok()) {
+    spdlog::error("request {}: {}", request->spec.request_id, taken.status().message());
+    EndRequest(request, absl::InternalError("the answer's tokens have no text"));
+    return;
+  }
+  std::optional<std::string> stop_string;
+  size_t kept = gained->tokens.size();
+  if (taken->stop.has_value()) {
+    stop_string = request->spec.stops->strings()[*taken->stop];
+    kept = taken->tokens;
+    sample->kept -= static_cast<uint32_t>(gained->tokens.size() - kept);
+    gained->finish = v1::STOP;
+    gained->stop_token.reset();
+  }
+  const bool finished = gained->finish != v1::FINISH_REASON_UNSPECIFIED;
+  if (finished && !stop_string.has_value()) sample->output->Flush(chunk);
+  for (size_t i = 0; i < kept; ++i) {
+    chunk->add_token_ids(gained->tokens[i]);
+    if (i < gained->logprobs.size()) *chunk->add_logprobs() = std::move(gained->logprobs[i]);
+  }
+  if (!request->sink->Push(std::move(response))) {
+    EndRequest(request, absl::ResourceExhaustedError("the client reads its answer too slowly"));
+    return;
+  }
+  if (finished) Complete(sample, *gained, stop_string);
+}
+
+void Scheduler::Complete(Sample* sample, const Gained& gained,
+                         const std::optional<std::string>& stop_string) {
+  Request* request = sample->request;
+  const RequestSpec& spec = request->spec;
+  const int64_t now_us = MonotonicMicros();
+  v1::GenerateResponse response;
+  response.set_request_id(spec.request_id);
+  response.set_index(sample->index);
+  v1::Complete* complete = response.mutable_complete();
+  const bool called_tools = gained.finish == v1::STOP && sample->output->has_tool_calls();
+  complete->set_finish_reason(called_tools ? v1::TOOL_CALLS : gained.finish);
+  if (stop_string.has_value()) complete->set_stop_string(*stop_string);
+  if (gained.stop_token.has_value()) complete->set_stop_token_id(*gained.stop_token);
+  complete->mutable_usage()->set_prompt_tokens(static_cast<uint32_t>(spec.prompt.size()));
+  complete->mutable_usage()->set_cached_prompt_tokens(request->cached_tokens);
+  complete->mutable_usage()->set_completion_tokens(sample->kept);
+  complete->mutable_usage()->set_reasoning_tokens(sample->output->reasoning_tokens());
+  complete->mutable_timing()->set_queue_seconds(Seconds(request->submitted_us, sample->admitted_us));
+  complete->mutable_timing()->set_prefill_seconds(Seconds(sample->admitted_us, sample->first_token_us));
+  complete->mutable_timing()->set_time_to_first_token_seconds(
+      Seconds(request->submitted_us, sample->first_token_us));
+  complete->mutable_timing()->set_decode_seconds(Seconds(sample->first_token_us, now_us));
+  *complete->mutable_speculation() = sample->speculation;
+  for (const auto& logprobs : request->prompt_logprobs) *complete->add_prompt_logprobs() = logprobs;
+  complete->set_seed(spec.sampling.seed() + sample->index);
+  sample->state = SampleState::kDone;
+  const bool taken = request->sink->Push(std::move(response));
+  if (!taken) {
+    EndRequest(request, absl::ResourceExhaustedError("the client reads its answer too slowly"));
+  } else if (--request->unfinished == 0) {
+    EndRequest(request, absl::OkStatus());
+  }
+}
+
+void Scheduler::EndRequest(Request* request, const absl::Status& status) {
+  if (request->ended) return;
+  request->ended = true;
+  for (auto& sample : request->samples) {
+    // A request that was cancelled or failed gives its slots back at once.
+    if (sample->state != SampleState::kDone) sample->keep_sequence = false;
+    sample->state = SampleState::kDone;
+  }
+  request->sink->End(status);
+}
+
+void Scheduler::EndAll(const absl::Status& status) {
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& request : inbox_) request->sink->End(status);
+    inbox_.clear();
+  }
+  for (auto& [id, request] : requests_) EndRequest(request.get(), status);
+  gained_.clear();
+  waiting_.clear();
+  running_.clear();
+  requests_.clear();
+  UpdateCounts();
+}
+
+}  // namespace kdt
