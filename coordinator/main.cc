@@ -1,0 +1,207 @@
+// kdt-coordinator: the public API, the scheduler and the group of ranks.
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "common/address.h"
+#include "common/flags.h"
+#include "common/log.h"
+#include "common/status.h"
+#include "coordinator/api/server.h"
+#include "coordinator/group/rank_group.h"
+#include "coordinator/scheduler/scheduler.h"
+
+ABSL_FLAG(std::string, model, "", "folder of the target checkpoint (configuration and tokenizer are read)");
+ABSL_FLAG(std::string, drafter, "", "folder of the drafter; the workers load it");
+ABSL_FLAG(std::vector<std::string>, workers, {}, "addresses of the workers by rank: unix:PATH or HOST:PORT");
+ABSL_FLAG(std::string, listen, "127.0.0.1:50051", "HOST:PORT of the public API; port 0 takes a free one");
+ABSL_FLAG(int, metrics_port, -1, "port of /metrics; 0 takes a free one, -1: none");
+ABSL_FLAG(int, max_waiting, 256, "requests that may wait before new ones are refused");
+ABSL_FLAG(int, max_running, 64, "samples that run at once");
+ABSL_FLAG(int, prefill_chunk, 512, "most prompt tokens of one sample a step");
+ABSL_FLAG(int, step_timeout_ms, 30'000, "deadline of one step; a rank that misses it ends the epoch");
+ABSL_FLAG(std::string, budget, "auto", "drafted nodes a tree: auto or a number");
+ABSL_FLAG(std::string, tree, "best-first", "best-first, spine-first or chain");
+ABSL_FLAG(std::string, on_group_loss, "exit",
+          "exit: end with status 3; rejoin: wait for the workers, form the group again and go on");
+ABSL_FLAG(int, drain_timeout_s, 30, "on SIGTERM, how long running requests may go on");
+ABSL_FLAG(bool, die_with_parent, false, "end when the parent process ends");
+ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
+
+namespace kdt {
+namespace {
+
+constexpr int kExitGroupLost = 3;
+constexpr std::chrono::milliseconds kAnswerGrace{500};  // for last answers to reach their clients
+
+// What the signal loop waits for beside signals; written from other threads.
+struct Events {
+  int pipe_read = -1;
+  int pipe_write = -1;
+  std::atomic<bool> group_lost{false};
+  void Notify() const {
+    const char byte = 0;
+    [[maybe_unused]] const ssize_t written = write(pipe_write, &byte, 1);
+  }
+};
+
+absl::Status CheckAtLeast(const char* flag, int value, int min) {
+  if (value >= min) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, ": ", value, " is less than ", min));
+}
+
+absl::StatusOr<std::shared_ptr<const ServedModel>> LoadModel(const std::string& folder) {
+  auto model = std::make_shared<ServedModel>();
+  std::filesystem::path path(folder);
+  model->name = (path.has_filename() ? path : path.parent_path()).filename().string();
+  KDT_ASSIGN_OR_RETURN(model->config, ModelConfig::Load(folder));
+  KDT_ASSIGN_OR_RETURN(model->tokenizer, Tokenizer::Load(folder));
+  auto chat = ChatRenderer::Create(model->tokenizer);
+  if (chat.ok()) {
+    model->chat.emplace(*std::move(chat));
+  } else {
+    spdlog::warn("no chat: {}", chat.status().message());
+  }
+  return model;
+}
+
+absl::Status CheckFlags() {
+  if (absl::GetFlag(FLAGS_model).empty()) return absl::InvalidArgumentError("--model is required");
+  if (absl::GetFlag(FLAGS_workers).empty()) return absl::InvalidArgumentError("--workers is required");
+  for (const std::string& worker : absl::GetFlag(FLAGS_workers)) {
+    KDT_RETURN_IF_ERROR(ParseAddress(worker, "--workers").status());
+  }
+  KDT_RETURN_IF_ERROR(CheckAtLeast("max_waiting", absl::GetFlag(FLAGS_max_waiting), 0));
+  KDT_RETURN_IF_ERROR(CheckAtLeast("max_running", absl::GetFlag(FLAGS_max_running), 1));
+  KDT_RETURN_IF_ERROR(CheckAtLeast("prefill_chunk", absl::GetFlag(FLAGS_prefill_chunk), 1));
+  KDT_RETURN_IF_ERROR(CheckAtLeast("step_timeout_ms", absl::GetFlag(FLAGS_step_timeout_ms), 1));
+  KDT_RETURN_IF_ERROR(CheckAtLeast("drain_timeout_s", absl::GetFlag(FLAGS_drain_timeout_s), 0));
+  const std::string on_loss = absl::GetFlag(FLAGS_on_group_loss);
+  if (on_loss != "exit" && on_loss != "rejoin") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--on_group_loss: \"", on_loss, "\" is neither exit nor rejoin"));
+  }
+  return absl::OkStatus();
+}
+
+// Serves until SIGTERM or until the group is lost; returns the exit status.
+absl::StatusOr<int> Serve() {
+  KDT_RETURN_IF_ERROR(CheckFlags());
+  KDT_ASSIGN_OR_RETURN(const Address listen, ParseAddress(absl::GetFlag(FLAGS_listen), "--listen"));
+  KDT_ASSIGN_OR_RETURN(const auto model, LoadModel(absl::GetFlag(FLAGS_model)));
+
+  Events events;
+  int pipe_fds[2];
+  KDT_CHECK(pipe2(pipe_fds, O_CLOEXEC | O_NONBLOCK) == 0);
+  events.pipe_read = pipe_fds[0];
+  events.pipe_write = pipe_fds[1];
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  const int signal_fd = signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
+  KDT_CHECK(signal_fd >= 0);
+
+  std::atomic<Scheduler*> to_wake{nullptr};
+  RankGroupOptions group_options;
+  group_options.addresses = absl::GetFlag(FLAGS_workers);
+  group_options.step_timeout_ms = absl::GetFlag(FLAGS_step_timeout_ms);
+  group_options.on_change = [&] {
+    if (Scheduler* scheduler = to_wake.load(); scheduler != nullptr) scheduler->Wake();
+    events.Notify();
+  };
+  RankGroup group(std::move(group_options));
+
+  SchedulerOptions options;
+  options.vocab_size = static_cast<uint32_t>(model->config.vocab_size);
+  options.max_waiting = static_cast<uint32_t>(absl::GetFlag(FLAGS_max_waiting));
+  options.max_running = static_cast<uint32_t>(absl::GetFlag(FLAGS_max_running));
+  options.prefill_chunk = static_cast<uint32_t>(absl::GetFlag(FLAGS_prefill_chunk));
+  options.rejoin = absl::GetFlag(FLAGS_on_group_loss) == "rejoin";
+  options.on_group_lost = [&](const std::string& reason) {
+    spdlog::error("the group is lost: {}", reason);
+    events.group_lost = true;
+    events.Notify();
+  };
+  TextTools tools{model->tokenizer, std::nullopt};
+  if (auto control = ControlTokens::Find(*model->tokenizer); control.ok()) tools.control = *control;
+  Scheduler scheduler(std::move(options), &group, std::move(tools));
+  KDT_ASSIGN_OR_RETURN(const auto server, ApiServer::Start(listen, model, &group, &scheduler));
+  to_wake = &scheduler;
+  group.Form();
+  scheduler.Start();
+
+  bool announced = false;
+  bool stop = false;
+  while (!stop && !events.group_lost) {
+    pollfd fds[2] = {{signal_fd, POLLIN, 0}, {events.pipe_read, POLLIN, 0}};
+    poll(fds, 2, -1);
+    char bytes[64];
+    while (read(events.pipe_read, bytes, sizeof(bytes)) > 0) {
+    }
+    signalfd_siginfo info;
+    while (read(signal_fd, &info, sizeof(info)) == sizeof(info)) stop = true;
+    const bool serving = group.state() == GroupState::kServing;
+    server->SetServing(serving && !stop);
+    if (serving && !announced) {
+      announced = true;
+      std::printf("kdt-coordinator ready listen=%s\n", server->address().ToString().c_str());
+      std::fflush(stdout);
+    }
+  }
+  if (stop) {
+    spdlog::info("draining");
+    const bool drained = scheduler.Drain(std::chrono::seconds(absl::GetFlag(FLAGS_drain_timeout_s)));
+    if (!drained) spdlog::warn("some requests did not finish in time and are ended");
+  }
+  scheduler.Stop();
+  server->Shutdown(kAnswerGrace);
+  to_wake = nullptr;
+  if (stop && !events.group_lost) group.DrainWorkers();
+  close(signal_fd);
+  return events.group_lost ? kExitGroupLost : 0;
+}
+
+}  // namespace
+}  // namespace kdt
+
+int main(int argc, char** argv) {
+  kdt::ParseFlags(argc, argv, "serves the public API in front of a group of workers");
+  if (absl::GetFlag(FLAGS_die_with_parent)) {
+    const pid_t parent = getppid();
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) return 1;  // it ended before the request was in place
+  }
+  if (const absl::Status status = kdt::InitLogging("coordinator", absl::GetFlag(FLAGS_log_level));
+      !status.ok()) {
+    std::fprintf(stderr, "kdt-coordinator: %s\n", std::string(status.message()).c_str());
+    return 2;
+  }
+  // Before any thread starts, so that all of them have it: signals are read by the main loop alone.
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  sigprocmask(SIG_BLOCK, &signals, nullptr);
+  const absl::StatusOr<int> served = kdt::Serve();
+  if (!served.ok()) {
+    spdlog::error("{}", served.status().message());
+    return 1;
+  }
+  return *served;
+}
