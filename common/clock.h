@@ -12,4 +12,10 @@ inline int64_t MonotonicMicros() {
       .count();
 }
 
+inline int64_t MonotonicNanos() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
 }  // namespace kdt

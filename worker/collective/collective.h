@@ -1,4 +1,5 @@
-// Collectives of one tensor-parallel group. Every rank calls the same operations in the same order with the same sizes.
+// Collectives of one tensor-parallel group. Every rank calls the same operations in the same order with the
+// same sizes.
 #pragma once
 
 #include <atomic>
@@ -28,8 +29,8 @@ class Collective {
   // out = rank 0's `bytes`, rank 1's, ... (out holds size() * bytes). out and in may not overlap.
   virtual absl::Status AllGather(const void* in, size_t bytes, void* out) = 0;
 
-  // Time until which an operation may wait for other ranks; set once a step. Afterwards: DEADLINE_EXCEEDED that names
-  // the ranks that did not come.
+  // Time until which an operation may wait for other ranks; set once a step. Afterwards: DEADLINE_EXCEEDED
+  // that names the ranks that did not come.
   virtual void SetDeadline(absl::Time deadline) = 0;
 
   // From any thread: every operation waiting or called later returns CANCELLED. For the end of an epoch.
@@ -42,10 +43,11 @@ class Collective {
 // A group of one: every operation is a copy or nothing.
 std::unique_ptr<Collective> MakeLocalCollective();
 
-// Ranks of one host through POSIX shared memory named by `id` (letters, digits, '-', '_'). Blocks until all `size` ranks
-// have attached; then the name is unlinked, so that nothing stays in /dev/shm however the processes end. Waits are
-// on futexes after at most a few microseconds of spinning. `buffer_bytes`: largest operation done in one piece; larger
-// ones are cut. DEADLINE_EXCEEDED naming the missing ranks after `timeout`.
+// Ranks of one host through POSIX shared memory named by `id` (letters, digits, '-', '_'). Blocks until all
+// `size` ranks have attached; then the name is unlinked, so that nothing stays in /dev/shm however the
+// processes end. Waits are on futexes after at most a few microseconds of spinning. `buffer_bytes`: largest
+// operation done in one piece; larger ones are cut. DEADLINE_EXCEEDED naming the missing ranks after
+// `timeout`.
 absl::StatusOr<std::unique_ptr<Collective>> MakeShmCollective(const std::string& id, int rank, int size,
                                                               size_t buffer_bytes, absl::Duration timeout);
 

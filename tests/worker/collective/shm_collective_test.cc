@@ -1,0 +1,184 @@
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "tests/support/catch.h"
+#include "worker/collective/collective.h"
+
+namespace kdt {
+namespace {
+
+std::string FreshId(const char* name) {
+  static int counter = 0;
+  return std::string("test-") + name + "-" + std::to_string(getpid()) + "-" + std::to_string(++counter);
+}
+
+bool NameExists(const std::string& id) { return std::filesystem::exists("/dev/shm/kdt-" + id); }
+
+// Runs `body(collective, rank)` on `size` threads that form one group.
+template <typename Body>
+void RunRanks(const char* name, int size, size_t buffer_bytes, Body body) {
+  const std::string id = FreshId(name);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      auto collective = MakeShmCollective(id, rank, size, buffer_bytes, absl::Seconds(20));
+      if (!collective.ok()) throw std::runtime_error(std::string(collective.status().message()));
+      (*collective)->SetDeadline(absl::Now() + absl::Seconds(20));
+      body(**collective, rank);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK_FALSE(NameExists(id));
+}
+
+std::vector<float> Values(int rank, int64_t count, uint32_t salt) {
+  std::mt19937 random(static_cast<uint32_t>(rank) * 7919 + salt);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(static_cast<size_t>(count));
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+}  // namespace
+
+TEST_CASE("all-reduce sums in rank order with the same bits on every rank, in one or many pieces") {
+  for (const int size : {1, 2, 3, 8}) {
+    for (const int64_t count : {1, 5, 256, 1000, 20000, 70001}) {
+      DYNAMIC_SECTION(size << " ranks, " << count << " values") {
+        std::vector<float> expected(static_cast<size_t>(count));
+        for (int rank = 0; rank < size; ++rank) {
+          const std::vector<float> values = Values(rank, count, 1);
+          for (size_t i = 0; i < values.size(); ++i)
+            expected[i] = rank == 0 ? values[i] : expected[i] + values[i];
+        }
+        std::vector<std::vector<float>> results(static_cast<size_t>(size));
+        RunRanks("reduce", size, 1 << 16, [&](Collective& collective, int rank) {
+          for (int repeat = 0; repeat < 3; ++repeat) {
+            std::vector<float> values = Values(rank, count, 1);
+            const auto status =
+                collective.AllReduceSum(kernels::MakeTensor(values.data(), kernels::DType::kF32, 1, count));
+            if (status.ok()) results[static_cast<size_t>(rank)] = values;
+          }
+        });
+        for (const auto& result : results) {
+          REQUIRE(result.size() == expected.size());
+          CHECK(std::memcmp(result.data(), expected.data(), expected.size() * sizeof(float)) == 0);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("bf16 sums are rounded once, from float32") {
+  std::vector<std::vector<uint16_t>> results(3);
+  RunRanks("bf16", 3, 1 << 16, [&](Collective& collective, int rank) {
+    // 256, 1, 1: bf16 steps at 256 are 2, so adding in bf16 would lose both ones; float32 keeps them: 258.
+    std::vector<uint16_t> values = {static_cast<uint16_t>(rank == 0 ? 0x4380 : 0x3f80), 0x7fc0};
+    if (collective.AllReduceSum(kernels::MakeTensor(values.data(), kernels::DType::kBF16, 1, 2)).ok()) {
+      results[static_cast<size_t>(rank)] = values;
+    }
+  });
+  for (const auto& result : results) {
+    REQUIRE(result.size() == 2);
+    CHECK(result[0] == 0x4381);
+    CHECK((result[1] & 0x7fff) > 0x7f80);  // NaN stays NaN
+  }
+}
+
+TEST_CASE("all-gather puts every rank's bytes in rank order") {
+  const size_t bytes = 150000;  // more than two buffers
+  std::vector<int> good(4, 0);
+  RunRanks("gather", 4, 1 << 16, [&](Collective& collective, int rank) {
+    std::vector<char> in(bytes, static_cast<char>('a' + rank));
+    std::vector<char> out(4 * bytes);
+    if (!collective.AllGather(in.data(), bytes, out.data()).ok()) return;
+    bool same = true;
+    for (size_t i = 0; i < out.size(); ++i) same = same && out[i] == static_cast<char>('a' + i / bytes);
+    good[static_cast<size_t>(rank)] = same ? 1 : 0;
+  });
+  CHECK(good == std::vector<int>{1, 1, 1, 1});
+}
+
+TEST_CASE("a rank that does not come is named after the deadline, and the others are woken") {
+  std::vector<absl::Status> statuses(3);
+  RunRanks("late", 3, 1 << 16, [&](Collective& collective, int rank) {
+    if (rank == 1) {
+      absl::SleepFor(absl::Milliseconds(700));
+    } else {
+      collective.SetDeadline(absl::Now() + absl::Milliseconds(rank == 0 ? 100 : 10000));
+    }
+    float value = 1;
+    statuses[static_cast<size_t>(rank)] =
+        collective.AllReduceSum(kernels::MakeTensor(&value, kernels::DType::kF32, 1, 1));
+  });
+  CHECK(statuses[0].code() == absl::StatusCode::kDeadlineExceeded);
+  CHECK(statuses[0].message().find("rank 1") != absl::string_view::npos);
+  CHECK(statuses[0].message().find("rank 2") == absl::string_view::npos);
+  CHECK(statuses[1].code() == absl::StatusCode::kCancelled);
+  CHECK(statuses[2].code() == absl::StatusCode::kCancelled);
+}
+
+TEST_CASE("a group that is not complete in time fails with the missing ranks and leaves no name behind") {
+  const std::string id = FreshId("incomplete");
+  absl::Status first, second;
+  std::thread other([&] { second = MakeShmCollective(id, 2, 4, 1 << 16, absl::Milliseconds(300)).status(); });
+  first = MakeShmCollective(id, 0, 4, 1 << 16, absl::Milliseconds(300)).status();
+  other.join();
+  CHECK_FALSE(first.ok());
+  CHECK_FALSE(second.ok());
+  const std::string text = std::string(first.message()) + std::string(second.message());
+  CHECK(text.find("rank 1, rank 3") != std::string::npos);
+  CHECK_FALSE(NameExists(id));
+}
+
+TEST_CASE("bad names and ranks are refused") {
+  CHECK_FALSE(MakeShmCollective("../x", 0, 2, 1 << 16, absl::Milliseconds(10)).ok());
+  CHECK_FALSE(MakeShmCollective("", 0, 2, 1 << 16, absl::Milliseconds(10)).ok());
+  CHECK_FALSE(MakeShmCollective("x", 2, 2, 1 << 16, absl::Milliseconds(10)).ok());
+  CHECK_FALSE(MakeShmCollective("x", 0, 65, 1 << 16, absl::Milliseconds(10)).ok());
+}
+
+TEST_CASE("a killed process: the others end when they are aborted, nothing stays in /dev/shm") {
+  const std::string id = FreshId("killed");
+  const pid_t child = fork();
+  if (child == 0) {
+    auto collective = MakeShmCollective(id, 1, 2, 1 << 16, absl::Seconds(20));
+    if (!collective.ok()) _exit(1);
+    (*collective)->SetDeadline(absl::Now() + absl::Seconds(20));
+    float value = 1;
+    while ((*collective)->AllReduceSum(kernels::MakeTensor(&value, kernels::DType::kF32, 1, 1)).ok())
+      value = 1;
+    _exit(2);
+  }
+  auto collective = MakeShmCollective(id, 0, 2, 1 << 16, absl::Seconds(20));
+  REQUIRE(collective.ok());
+  CHECK_FALSE(NameExists(id));
+  (*collective)->SetDeadline(absl::Now() + absl::Seconds(20));
+  float value = 1;
+  for (int i = 0; i < 100; ++i) {
+    REQUIRE((*collective)->AllReduceSum(kernels::MakeTensor(&value, kernels::DType::kF32, 1, 1)).ok());
+    value = 1;
+  }
+  kill(child, SIGKILL);
+  int status = 0;
+  waitpid(child, &status, 0);
+  std::thread aborter([&] {
+    absl::SleepFor(absl::Milliseconds(50));
+    (*collective)->Abort();
+  });
+  absl::Status last;
+  while (last.ok())
+    last = (*collective)->AllReduceSum(kernels::MakeTensor(&value, kernels::DType::kF32, 1, 1));
+  aborter.join();
+  CHECK(last.code() == absl::StatusCode::kCancelled);
+}
+
+}  // namespace kdt

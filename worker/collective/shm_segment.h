@@ -1,0 +1,62 @@
+// The shared-memory segment behind a group of ranks on one host: rendezvous, barrier, abort flag and exchange
+// buffers.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace kdt {
+
+inline constexpr int kMaxShmRanks = 64;
+
+class ShmSegment {
+ public:
+  // As MakeShmCollective. The segment has, for each of two parities, one buffer of `buffer_bytes` a rank and
+  // one of the same size for results.
+  static absl::StatusOr<std::unique_ptr<ShmSegment>> Join(const std::string& id, int rank, int size,
+                                                          size_t buffer_bytes, absl::Duration timeout);
+  ~ShmSegment();
+  ShmSegment(const ShmSegment&) = delete;
+  ShmSegment& operator=(const ShmSegment&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  size_t buffer_bytes() const { return buffer_bytes_; }
+  std::byte* Buffer(int parity, int rank) const;
+  std::byte* Result(int parity) const { return Buffer(parity, size_); }
+
+  // Waits until every rank is here. DEADLINE_EXCEEDED names the ranks that are not; CANCELLED after Abort by
+  // any rank. After an error the segment is of no use any more.
+  absl::Status Barrier(absl::Time deadline);
+  void Abort();
+  int64_t wait_ns() const { return wait_ns_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Header;
+  ShmSegment() = default;
+  absl::Status Create(const std::string& path);
+  absl::Status Open(const std::string& path, absl::Time deadline);
+  absl::Status Attach(absl::Time deadline);
+  // "ranks 2, 5": those whose mark is below `least`.
+  std::string Missing(uint32_t least) const;
+
+  int rank_ = 0;
+  int size_ = 0;
+  size_t buffer_bytes_ = 0;
+  size_t mapped_bytes_ = 0;
+  Header* header_ = nullptr;
+  std::byte* data_ = nullptr;
+  uint32_t barriers_ = 0;  // passed by this rank
+  int spins_ = 0;          // looks at the generation before it sleeps
+  std::atomic<int64_t> wait_ns_{0};
+};
+
+}  // namespace kdt

@@ -1,0 +1,211 @@
+// kdt-worker: one tensor-parallel rank behind the gRPC service kdt.v1.Worker.
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/str_cat.h"
+#include "common/address.h"
+#include "common/clock.h"
+#include "common/flags.h"
+#include "common/log.h"
+#include "common/metrics.h"
+#include "worker/backend_factory.h"
+#include "worker/engine/engine.h"
+#include "worker/service/engine_thread.h"
+#include "worker/service/metrics.h"
+#include "worker/service/worker_service.h"
+
+ABSL_FLAG(std::string, model, "", "folder of the target checkpoint");
+ABSL_FLAG(std::string, drafter, "", "folder of the DFlash drafter; empty: none");
+ABSL_FLAG(int, rank, 0, "this worker's rank, 0 .. tp - 1");
+ABSL_FLAG(int, tp, 1, "tensor-parallel size");
+ABSL_FLAG(std::string, backend, "cpu", "device to run on");
+ABSL_FLAG(int, threads, 1, "compute threads (cpu)");
+ABSL_FLAG(std::string, listen, "127.0.0.1:0",
+          "HOST:PORT or unix:PATH of the coordinator's side; port 0 takes a free one");
+ABSL_FLAG(int, metrics_port, -1, "Prometheus port; 0 takes a free one; -1: none");
+ABSL_FLAG(std::string, metrics_host, "127.0.0.1", "address that the Prometheus port is bound to");
+ABSL_FLAG(std::string, kv_dtype, "f32", "type of KV rows: f32 or bf16");
+ABSL_FLAG(int64_t, kv_slots, 0, "KV slots; 0: as many as fit kv_bytes");
+ABSL_FLAG(int64_t, kv_bytes, int64_t{1} << 30, "bytes for the KV pools of target and drafter");
+ABSL_FLAG(int64_t, max_rows, 1024, "most rows a step");
+ABSL_FLAG(int64_t, max_context, 0, "longest sequence; 0: the model's limit");
+ABSL_FLAG(int64_t, max_sequences, 256, "most sequences alive at once");
+ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
+ABSL_FLAG(bool, die_with_parent, false, "end when the process that started this one ends");
+
+namespace kdt {
+namespace {
+
+constexpr int64_t kProgressEveryMicros = 1000000;
+// How long a worker whose checkpoint cannot be loaded stays to tell the coordinator why.
+constexpr std::chrono::milliseconds kTellLoadError{1500};
+constexpr size_t kCollectiveBufferBytes = 1 << 20;
+
+int Fail(absl::string_view message) {
+  std::fprintf(stderr, "kdt-worker: %.*s\n", static_cast<int>(message.size()), message.data());
+  return 2;
+}
+
+absl::StatusOr<EngineOptions> OptionsFromFlags() {
+  EngineOptions options;
+  options.model_dir = absl::GetFlag(FLAGS_model);
+  options.drafter_dir = absl::GetFlag(FLAGS_drafter);
+  options.rank = absl::GetFlag(FLAGS_rank);
+  options.tp = absl::GetFlag(FLAGS_tp);
+  options.kv_slots = absl::GetFlag(FLAGS_kv_slots);
+  options.kv_bytes = absl::GetFlag(FLAGS_kv_bytes);
+  options.max_rows = absl::GetFlag(FLAGS_max_rows);
+  options.max_context = absl::GetFlag(FLAGS_max_context);
+  options.max_sequences = absl::GetFlag(FLAGS_max_sequences);
+  const auto check = [](absl::string_view flag, int64_t value, int64_t least, int64_t most) {
+    if (value >= least && value <= most) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", flag, ": ", value, " is not in ", least, "..", most));
+  };
+  if (options.model_dir.empty()) return absl::InvalidArgumentError("--model is required");
+  for (const absl::Status& status :
+       {check("tp", options.tp, 1, 64), check("rank", options.rank, 0, options.tp - 1),
+        check("threads", absl::GetFlag(FLAGS_threads), 1, 1024),
+        check("kv_slots", options.kv_slots, 0, INT32_MAX - 1),
+        check("kv_bytes", options.kv_bytes, 1 << 16, int64_t{1} << 46),
+        check("max_rows", options.max_rows, 1, 65536),
+        check("max_context", options.max_context, 0, int64_t{1} << 24),
+        check("max_sequences", options.max_sequences, 1, 65536),
+        check("metrics_port", absl::GetFlag(FLAGS_metrics_port), -1, 65535)}) {
+    if (!status.ok()) return status;
+  }
+  const std::string kv_dtype = absl::GetFlag(FLAGS_kv_dtype);
+  if (kv_dtype != "f32" && kv_dtype != "bf16") {
+    return absl::InvalidArgumentError(absl::StrCat("--kv_dtype: \"", kv_dtype, "\" is neither f32 nor bf16"));
+  }
+  options.kv_dtype = kv_dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32;
+  return options;
+}
+
+absl::StatusOr<std::unique_ptr<Collective>> MakeCollective(const v1::JoinGroupRequest& request) {
+  if (request.tp() == 1) return MakeLocalCollective();
+  return MakeShmCollective(request.collective_id(), static_cast<int>(request.rank()),
+                           static_cast<int>(request.tp()), kCollectiveBufferBytes,
+                           absl::Milliseconds(request.timeout_ms()));
+}
+
+absl::StatusOr<std::unique_ptr<Engine>> LoadWithProgress(const EngineOptions& options,
+                                                         kernels::Backend* backend, WorkerService* service,
+                                                         WorkerMetrics* metrics) {
+  const int64_t start = MonotonicMicros();
+  int64_t last = start;
+  uint64_t bytes = 0;
+  const auto log = [&](uint64_t loaded, uint64_t total) {
+    const double seconds = static_cast<double>(MonotonicMicros() - start) * 1e-6;
+    const double mb = static_cast<double>(loaded) / 1e6;
+    spdlog::info("loaded {:.1f} of {:.1f} MB, {:.0f} MB/s", mb, static_cast<double>(total) / 1e6,
+                 seconds > 0 ? mb / seconds : 0);
+  };
+  auto engine = Engine::Load(options, backend, [&](uint64_t loaded, uint64_t total) {
+    service->SetProgress(loaded, total);
+    bytes = loaded;
+    if (MonotonicMicros() - last < kProgressEveryMicros) return;
+    last = MonotonicMicros();
+    log(loaded, total);
+  });
+  if (engine.ok()) {
+    log(bytes, bytes);
+    metrics->SetLoaded(static_cast<double>(MonotonicMicros() - start) * 1e-6, bytes);
+    v1::DescribeResponse description;
+    (*engine)->Describe(&description);
+    metrics->SetKvSlots(description.kv_slots_total());
+  }
+  return engine;
+}
+
+int Run() {
+  const absl::StatusOr<EngineOptions> options = OptionsFromFlags();
+  if (!options.ok()) return Fail(options.status().message());
+  const auto listen = ParseAddress(absl::GetFlag(FLAGS_listen), "--listen");
+  if (!listen.ok()) return Fail(listen.status().message());
+  auto backend = MakeBackend(absl::GetFlag(FLAGS_backend), absl::GetFlag(FLAGS_threads));
+  if (!backend.ok()) return Fail(backend.status().message());
+
+  const WorkerIdentity identity{options->rank, options->tp, (*backend)->name(), (*backend)->device_name()};
+  auto registry = std::make_shared<prometheus::Registry>();
+  WorkerMetrics metrics(identity, registry);
+  std::unique_ptr<MetricsServer> metrics_server;
+  if (const int port = absl::GetFlag(FLAGS_metrics_port); port >= 0) {
+    auto started = MetricsServer::Start({absl::GetFlag(FLAGS_metrics_host), port, ""}, registry);
+    if (!started.ok()) return Fail(started.status().message());
+    metrics_server = *std::move(started);
+    spdlog::info("metrics on {}:{}", absl::GetFlag(FLAGS_metrics_host), metrics_server->port());
+  }
+
+  EngineThread engine(identity.rank, identity.tp, MakeCollective,
+                      [&metrics](const v1::StepRequest& request, const v1::StepResponse& response) {
+                        metrics.Observe(request, response);
+                      });
+  // Every way to end goes through SIGTERM, which the main thread waits for below.
+  std::atomic<int> exit_status{0};
+  WorkerService service(identity, &engine, [] { kill(getpid(), SIGTERM); });
+
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort(listen->ToString(), grpc::InsecureServerCredentials(), &port);
+  ConfigureWorkerServer(&builder);
+  builder.RegisterService(&service);
+  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  if (server == nullptr) return Fail(absl::StrCat("--listen: cannot bind ", listen->ToString()));
+  Address bound = *listen;
+  if (!bound.is_unix()) bound.port = port;
+  std::printf("kdt-worker ready listen=%s\n", bound.ToString().c_str());
+  std::fflush(stdout);
+
+  std::thread loader([&] {
+    auto loaded = LoadWithProgress(*options, backend->get(), &service, &metrics);
+    if (loaded.ok()) {
+      engine.SetEngine(*std::move(loaded));
+      return;
+    }
+    const std::string error(loaded.status().message());
+    spdlog::error("cannot load: {}", error);
+    service.SetLoadError(error);
+    std::this_thread::sleep_for(kTellLoadError);
+    exit_status = 1;
+    kill(getpid(), SIGTERM);
+  });
+
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  int signal = 0;
+  sigwait(&signals, &signal);
+  // The engine's thread finishes the step it is in; open streams are cancelled.
+  server->Shutdown(std::chrono::system_clock::now());
+  loader.join();
+  return exit_status;
+}
+
+}  // namespace
+}  // namespace kdt
+
+int main(int argc, char** argv) {
+  kdt::ParseFlags(argc, argv, "one tensor-parallel rank of kdtree-engine; kdt-launch starts a whole group");
+  if (absl::GetFlag(FLAGS_die_with_parent)) prctl(PR_SET_PDEATHSIG, SIGKILL);
+  const std::string name = absl::StrCat("worker ", absl::GetFlag(FLAGS_rank));
+  if (const absl::Status status = kdt::InitLogging(name, absl::GetFlag(FLAGS_log_level)); !status.ok()) {
+    return kdt::Fail(status.message());
+  }
+  // Blocked before any thread starts, so that only the main thread's sigwait gets them.
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  return kdt::Run();
+}

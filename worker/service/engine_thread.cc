@@ -1,0 +1,193 @@
+#include "worker/service/engine_thread.h"
+
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "common/clock.h"
+#include "common/log.h"
+#include "common/status.h"
+
+namespace kdt {
+namespace {
+
+constexpr uint32_t kMaxStepDeadlineMs = 3600 * 1000;
+constexpr int64_t kProbeValues = 4096;  // of the reduction that tests a new group
+
+// Every rank contributes rank + 1 in each place, so a rank that was summed twice or not at all shows.
+absl::Status ProbeCollective(Collective* collective) {
+  std::vector<float> values(kProbeValues, static_cast<float>(collective->rank() + 1));
+  KDT_RETURN_IF_ERROR(
+      collective->AllReduceSum(kernels::MakeTensor(values.data(), kernels::DType::kF32, 1, kProbeValues)));
+  const auto expected = static_cast<float>(collective->size() * (collective->size() + 1) / 2);
+  for (const float value : values) {
+    if (value != expected) {
+      return absl::InternalError(absl::StrCat("the first reduction over ", collective->size(), " ranks gave ",
+                                              value, " instead of ", expected));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+EngineThread::EngineThread(int rank, int tp, CollectiveFactory factory, StepObserver observer)
+    : rank_(rank), tp_(tp), factory_(std::move(factory)), observer_(std::move(observer)), thread_([this] {
+        Run();
+      }) {}
+
+EngineThread::~EngineThread() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+    epoch_over_ = true;
+    if (collective_ != nullptr) collective_->Abort();
+  }
+  wake_.notify_one();
+  thread_.join();
+}
+
+void EngineThread::Run() {
+  while (true) {
+    std::function<void()> task;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      wake_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
+      // Tasks left at the stop still run: the epoch is over, so each answers at once.
+      if (tasks_.empty()) return;
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    task();
+  }
+}
+
+void EngineThread::Post(std::function<void()> task) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+  }
+  wake_.notify_one();
+}
+
+void EngineThread::SetEngine(std::unique_ptr<Engine> engine) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  KDT_CHECK(engine_ == nullptr);
+  engine_ = std::move(engine);
+}
+
+bool EngineThread::Describe(v1::DescribeResponse* response) const {
+  const Engine* engine = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    response->set_epoch(epoch_over_ ? 0 : epoch_);
+    engine = engine_.get();
+  }
+  if (engine == nullptr) return false;
+  engine->Describe(response);
+  return true;
+}
+
+uint64_t EngineThread::epoch() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return epoch_over_ ? 0 : epoch_;
+}
+
+void EngineThread::EndEpoch(uint64_t epoch) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (epoch != epoch_ || epoch_over_) return;
+  epoch_over_ = true;
+  if (collective_ != nullptr) collective_->Abort();
+}
+
+void EngineThread::JoinGroup(const v1::JoinGroupRequest& request, JoinDone done) {
+  if (request.rank() != static_cast<uint32_t>(rank_) || request.tp() != static_cast<uint32_t>(tp_)) {
+    done(absl::InvalidArgumentError(absl::StrCat("rank ", request.rank(), " of ", request.tp(),
+                                                 ": this worker is rank ", rank_, " of ", tp_)));
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (engine_ == nullptr) {
+      done(absl::FailedPreconditionError("the weights are not loaded yet"));
+      return;
+    }
+    if (request.epoch() <= epoch_) {
+      done(absl::InvalidArgumentError(
+          absl::StrCat("epoch: ", request.epoch(), " is not larger than ", epoch_)));
+      return;
+    }
+    epoch_over_ = true;  // a step of the old epoch may hang in a collective
+    if (collective_ != nullptr) collective_->Abort();
+  }
+  Post([this, request, done = std::move(done)] { done(Join(request)); });
+}
+
+absl::StatusOr<std::string> EngineThread::Join(const v1::JoinGroupRequest& request) {
+  KDT_ASSIGN_OR_RETURN(std::unique_ptr<Collective> collective, factory_(request));
+  collective->SetDeadline(absl::Now() + absl::Milliseconds(request.timeout_ms()));
+  KDT_RETURN_IF_ERROR(ProbeCollective(collective.get()));
+  const std::string name = collective->name();
+  engine_->StartEpoch(collective.get());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  collective_ = std::move(collective);
+  epoch_ = request.epoch();
+  last_step_ = 0;
+  epoch_over_ = stop_;
+  spdlog::info("joined epoch {} as rank {} of {} over {}", epoch_, rank_, tp_, name);
+  return name;
+}
+
+absl::Status EngineThread::CheckStep(const v1::StepRequest& request) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (request.epoch() != epoch_ || epoch_over_) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("epoch ", request.epoch(), " does not run on this rank"));
+  }
+  if (request.step() != last_step_ + 1) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("step ", request.step(), " came where step ", last_step_ + 1, " was due"));
+  }
+  if (request.deadline_ms() == 0 || request.deadline_ms() > kMaxStepDeadlineMs) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("deadline_ms: ", request.deadline_ms(), " is not in 1..", kMaxStepDeadlineMs));
+  }
+  return absl::OkStatus();
+}
+
+void EngineThread::RunStep(const v1::StepRequest& request, int64_t received_us, v1::StepResponse* response) {
+  response->set_epoch(request.epoch());
+  response->set_step(request.step());
+  response->set_rank(static_cast<uint32_t>(rank_));
+  absl::Status status = CheckStep(request);
+  if (status.ok()) {
+    last_step_ = request.step();
+    ++steps_;
+    collective_->SetDeadline(absl::Now() + absl::Milliseconds(request.deadline_ms()));
+    status = engine_->Step(request, response);
+  }
+  if (!status.ok()) {
+    spdlog::error("step {} of epoch {}: {}", request.step(), request.epoch(), status.message());
+    response->clear_results();
+    response->set_error_code(static_cast<uint32_t>(status.code()));
+    response->set_error(std::string(status.message()));
+    EndEpoch(request.epoch());
+  }
+  response->mutable_timings()->set_total_us(static_cast<float>(MonotonicMicros() - received_us));
+  if (observer_) observer_(request, *response);
+}
+
+void EngineThread::Step(v1::StepRequest request, StepDone done) {
+  const int64_t received_us = MonotonicMicros();
+  Post([this, request = std::move(request), received_us, done = std::move(done)] {
+    v1::StepResponse response;
+    RunStep(request, received_us, &response);
+    done(std::move(response));
+  });
+}
+
+void EngineThread::Drain(std::function<void(uint64_t)> done) {
+  Post([this, done = std::move(done)] { done(steps_); });
+}
+
+}  // namespace kdt

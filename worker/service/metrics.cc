@@ -1,0 +1,112 @@
+#include "worker/service/metrics.h"
+
+#include <string>
+#include <utility>
+
+namespace kdt {
+namespace {
+
+constexpr double kSecondsAMicro = 1e-6;
+
+}  // namespace
+
+WorkerMetrics::WorkerMetrics(const WorkerIdentity& identity, std::shared_ptr<prometheus::Registry> registry)
+    : registry_(std::move(registry)) {
+  const prometheus::Labels rank = {{"rank", std::to_string(identity.rank)}};
+  const auto counter = [&](const char* name, const char* help) {
+    return &prometheus::BuildCounter().Name(name).Help(help).Register(*registry_).Add(rank);
+  };
+  const auto gauge = [&](const char* name, const char* help) {
+    return &prometheus::BuildGauge().Name(name).Help(help).Register(*registry_).Add(rank);
+  };
+  prometheus::BuildGauge()
+      .Name("kdt_worker_info")
+      .Help("What this rank runs on; always 1")
+      .Register(*registry_)
+      .Add({{"rank", std::to_string(identity.rank)},
+            {"backend", identity.backend},
+            {"device", identity.device}})
+      .Set(1);
+
+  steps_ = counter("kdt_worker_steps_total", "Steps run");
+  failed_steps_ = counter("kdt_worker_failed_steps_total", "Steps that ended the epoch with an error");
+  step_seconds_ = counter("kdt_worker_step_seconds_total", "Time from a step's arrival to its answer");
+  failed_sequences_ = counter("kdt_worker_bad_logits_total",
+                              "Sequences failed because their logits were not finite (rank 0)");
+
+  auto& rows =
+      prometheus::BuildCounter().Name("kdt_worker_rows_total").Help("Rows forwarded").Register(*registry_);
+  const auto rows_of = [&](const char* kind) {
+    return &rows.Add({{"rank", std::to_string(identity.rank)}, {"kind", kind}});
+  };
+  prefill_rows_ = rows_of("prefill");
+  tree_rows_ = rows_of("tree");
+
+  auto& busy = prometheus::BuildCounter()
+                   .Name("kdt_worker_busy_seconds_total")
+                   .Help("Time in each phase of a step; collective_wait is waiting for other ranks")
+                   .Register(*registry_);
+  const auto phase = [&](const char* name) {
+    return &busy.Add({{"rank", std::to_string(identity.rank)}, {"phase", name}});
+  };
+  attention_seconds_ = phase("attention");
+  moe_seconds_ = phase("moe");
+  dense_seconds_ = phase("dense");
+  collective_seconds_ = phase("collective_wait");
+  draft_seconds_ = phase("draft");
+  sample_seconds_ = phase("sample");
+
+  auto& slots = prometheus::BuildGauge()
+                    .Name("kdt_worker_kv_slots")
+                    .Help("KV slots by state: private to one sequence, shared by several, free")
+                    .Register(*registry_);
+  const auto state = [&](const char* name) {
+    return &slots.Add({{"rank", std::to_string(identity.rank)}, {"state", name}});
+  };
+  slots_private_ = state("private");
+  slots_shared_ = state("shared");
+  slots_free_ = state("free");
+  sequences_ = gauge("kdt_worker_kv_sequences", "Sequences alive in the pool");
+  runs_ = gauge("kdt_worker_kv_runs", "Contiguous runs over all slot tables");
+  fragmentation_ = gauge("kdt_worker_kv_fragmentation_ratio", "1 - largest free extent / free slots");
+  moved_bytes_ =
+      gauge("kdt_worker_kv_moved_bytes", "Bytes of KV rows moved since start by commits and relocation");
+  load_seconds_ = gauge("kdt_worker_load_seconds", "Time to load the weights");
+  weight_bytes_ = gauge("kdt_worker_weight_bytes", "Bytes of this rank's weights");
+}
+
+void WorkerMetrics::Observe(const v1::StepRequest& request, const v1::StepResponse& response) {
+  steps_->Increment();
+  if (response.error_code() != 0) failed_steps_->Increment();
+  double prefill = 0, tree = 0;
+  for (const v1::PrefillChunk& chunk : request.prefill()) prefill += chunk.tokens_size();
+  for (const v1::TreeVerify& verify : request.verify()) tree += verify.tokens_size();
+  prefill_rows_->Increment(prefill);
+  tree_rows_->Increment(tree);
+  const v1::StepTimings& timings = response.timings();
+  step_seconds_->Increment(timings.total_us() * kSecondsAMicro);
+  attention_seconds_->Increment(timings.attention_us() * kSecondsAMicro);
+  moe_seconds_->Increment(timings.moe_us() * kSecondsAMicro);
+  dense_seconds_->Increment(timings.dense_us() * kSecondsAMicro);
+  collective_seconds_->Increment(timings.collective_wait_us() * kSecondsAMicro);
+  draft_seconds_->Increment(timings.draft_us() * kSecondsAMicro);
+  sample_seconds_->Increment(timings.sample_us() * kSecondsAMicro);
+  for (const v1::SequenceResult& result : response.results()) {
+    if (!result.error().empty()) failed_sequences_->Increment();
+  }
+  const v1::PoolStats& pool = response.pool();
+  slots_private_->Set(static_cast<double>(pool.slots_used() - pool.slots_shared()));
+  slots_shared_->Set(static_cast<double>(pool.slots_shared()));
+  slots_free_->Set(static_cast<double>(slots_total_) - static_cast<double>(pool.slots_used()));
+  sequences_->Set(pool.sequences());
+  runs_->Set(pool.runs());
+  fragmentation_->Set(pool.fragmentation());
+  moved_bytes_->Set(static_cast<double>(pool.moved_bytes()));
+}
+
+void WorkerMetrics::SetLoaded(double seconds, uint64_t bytes) {
+  load_seconds_->Set(seconds);
+  weight_bytes_->Set(static_cast<double>(bytes));
+}
+
+}  // namespace kdt

@@ -1,0 +1,50 @@
+// A worker's Prometheus series. Every series carries the label rank; children are resolved once.
+#pragma once
+
+#include <prometheus/counter.h>
+#include <prometheus/gauge.h>
+#include <prometheus/registry.h>
+
+#include <memory>
+
+#include "kdt/v1/worker.pb.h"
+#include "worker/service/worker_service.h"
+
+namespace kdt {
+
+class WorkerMetrics {
+ public:
+  WorkerMetrics(const WorkerIdentity& identity, std::shared_ptr<prometheus::Registry> registry);
+
+  // Behind every step, on the engine's thread.
+  void Observe(const v1::StepRequest& request, const v1::StepResponse& response);
+  void SetLoaded(double seconds, uint64_t bytes);
+  void SetKvSlots(uint64_t total) { slots_total_ = total; }
+
+ private:
+  std::shared_ptr<prometheus::Registry> registry_;
+  uint64_t slots_total_ = 0;
+  prometheus::Counter* steps_;
+  prometheus::Counter* failed_steps_;
+  prometheus::Counter* prefill_rows_;
+  prometheus::Counter* tree_rows_;
+  prometheus::Counter* step_seconds_;
+  prometheus::Counter* attention_seconds_;
+  prometheus::Counter* moe_seconds_;
+  prometheus::Counter* dense_seconds_;
+  prometheus::Counter* collective_seconds_;
+  prometheus::Counter* draft_seconds_;
+  prometheus::Counter* sample_seconds_;
+  prometheus::Counter* failed_sequences_;
+  prometheus::Gauge* slots_private_;
+  prometheus::Gauge* slots_shared_;
+  prometheus::Gauge* slots_free_;
+  prometheus::Gauge* sequences_;
+  prometheus::Gauge* runs_;
+  prometheus::Gauge* fragmentation_;
+  prometheus::Gauge* moved_bytes_;
+  prometheus::Gauge* load_seconds_;
+  prometheus::Gauge* weight_bytes_;
+};
+
+}  // namespace kdt

@@ -1,0 +1,97 @@
+#include "worker/service/worker_service.h"
+
+#include <unistd.h>
+
+#include <utility>
+
+#include "worker/service/step_stream.h"
+
+namespace kdt {
+namespace {
+
+// A step carries at most max_rows token ids and a few thousand sampling fields; an answer, prompt
+// log-probabilities of its rows. Both stay far below this, and a broken peer cannot make us hold more.
+constexpr int kMaxMessageBytes = 64 << 20;
+
+grpc::Status ToGrpc(const absl::Status& status) {
+  return grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));
+}
+
+// A unary call that tells when its answer is out.
+class DrainReactor : public grpc::ServerUnaryReactor {
+ public:
+  explicit DrainReactor(std::function<void()> on_done) : on_done_(std::move(on_done)) {}
+  void OnDone() override {
+    on_done_();
+    delete this;
+  }
+
+ private:
+  std::function<void()> on_done_;
+};
+
+}  // namespace
+
+void ConfigureWorkerServer(grpc::ServerBuilder* builder) {
+  builder->SetMaxReceiveMessageSize(kMaxMessageBytes);
+  builder->SetMaxSendMessageSize(kMaxMessageBytes);
+  // The coordinator sends no keepalive pings (a dead rank on one host closes its socket); should it be told
+  // to, pings as often as every ten seconds, also while a long step runs, are welcome instead of answered
+  // with GOAWAY.
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10000);
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+}
+
+void WorkerService::SetLoadError(const std::string& error) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  load_error_ = error;
+}
+
+grpc::ServerUnaryReactor* WorkerService::Describe(grpc::CallbackServerContext* context,
+                                                  const v1::DescribeRequest*,
+                                                  v1::DescribeResponse* response) {
+  response->set_ready(engine_->Describe(response));
+  response->set_rank(static_cast<uint32_t>(identity_.rank));
+  response->set_tp(static_cast<uint32_t>(identity_.tp));
+  response->set_backend(identity_.backend);
+  response->set_device(identity_.device);
+  response->set_loaded_bytes(loaded_bytes_);
+  response->set_total_bytes(total_bytes_);
+  response->set_pid(static_cast<uint32_t>(getpid()));
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    response->set_load_error(load_error_);
+  }
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  reactor->Finish(grpc::Status::OK);
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* WorkerService::JoinGroup(grpc::CallbackServerContext* context,
+                                                   const v1::JoinGroupRequest* request,
+                                                   v1::JoinGroupResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  engine_->JoinGroup(*request, [reactor, response](absl::StatusOr<std::string> joined) {
+    if (joined.ok()) response->set_collective(*std::move(joined));
+    reactor->Finish(joined.ok() ? grpc::Status::OK : ToGrpc(joined.status()));
+  });
+  return reactor;
+}
+
+grpc::ServerBidiReactor<v1::StepRequest, v1::StepResponse>* WorkerService::Steps(
+    grpc::CallbackServerContext*) {
+  return StepStream::Open(engine_);
+}
+
+grpc::ServerUnaryReactor* WorkerService::Drain(grpc::CallbackServerContext*, const v1::DrainRequest*,
+                                               v1::DrainResponse* response) {
+  auto* reactor = new DrainReactor(on_drained_);
+  engine_->Drain([reactor, response](uint64_t steps) {
+    response->set_steps(steps);
+    reactor->Finish(grpc::Status::OK);
+  });
+  return reactor;
+}
+
+}  // namespace kdt
