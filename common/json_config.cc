@@ -1,10 +1,10 @@
 #include "common/json_config.h"
 
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <set>
-#include <sstream>
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
@@ -70,12 +70,15 @@ JsonConfig& JsonConfig::operator=(JsonConfig&&) noexcept = default;
 JsonConfig::~JsonConfig() = default;
 
 absl::StatusOr<JsonConfig> JsonConfig::Load(const std::string& path) {
+  std::error_code ec;
+  const uintmax_t size = std::filesystem::file_size(path, ec);
+  if (ec) return absl::NotFoundError(absl::StrCat(path, ": cannot be opened: ", ec.message()));
+  if (size > kMaxBytes) return absl::InvalidArgumentError(absl::StrCat(path, ": larger than 64 MB"));
+  std::string text(size, '\0');
   std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::NotFoundError(absl::StrCat(path, ": cannot be opened"));
-  std::string text(kMaxBytes + 1, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  if (file.bad()) return absl::DataLossError(absl::StrCat(path, ": cannot be read"));
-  text.resize(static_cast<size_t>(file.gcount()));
+  if (!file.read(text.data(), static_cast<std::streamsize>(size))) {
+    return absl::DataLossError(absl::StrCat(path, ": cannot be read"));
+  }
   return Parse(text, path);
 }
 

@@ -69,6 +69,19 @@ TEST_CASE("JsonConfig names file, path and fault") {
   CHECK(error(R"({"n":null})", [](JsonConfig& c) { c.IntOr("n", 7, 1, 2); }).empty());
 }
 
+TEST_CASE("files that cannot be read are named") {
+  TempFolder folder;
+  const auto error = [](const std::string& path) {
+    return std::string(JsonConfig::Load(path).status().message());
+  };
+  CHECK_THAT(error(folder / "config.json"), ContainsSubstring("config.json: cannot be opened"));
+  CHECK_THAT(error(folder.path()), ContainsSubstring(folder.path()));
+  WriteFile(folder / "config.json", "");
+  CHECK_THAT(error(folder / "config.json"), ContainsSubstring("config.json: not valid JSON"));
+  std::filesystem::resize_file(folder / "config.json", (size_t{64} << 20) + 1);
+  CHECK_THAT(error(folder / "config.json"), ContainsSubstring("larger than 64 MB"));
+}
+
 TEST_CASE("the reference model's config is read in full") {
   const auto model = ModelConfig::Load(KDT_GOLDENS_DIR "/model");
   REQUIRE(model.ok());
