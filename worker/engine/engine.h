@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 
@@ -12,6 +11,8 @@
 #include "kdt/kernels/backend.h"
 #include "kdt/v1/worker.pb.h"
 #include "worker/collective/collective.h"
+#include "worker/engine/observer.h"
+#include "worker/model/load_progress.h"
 
 namespace kdt {
 
@@ -27,10 +28,8 @@ struct EngineOptions {
   int64_t max_sequences = 256;
   int64_t max_context = 0;       // 0: the model's
   int64_t max_tree_nodes = 256;  // root included
+  StepObserver* observer = nullptr;  // for tests; outlives the engine
 };
-
-// Called from Load with bytes copied so far and in all.
-using LoadProgress = std::function<void(uint64_t loaded, uint64_t total)>;
 
 class Engine {
  public:

@@ -1,0 +1,160 @@
+#include "worker/draft/drafter.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+
+namespace kdt {
+
+using kernels::Buffer;
+using kernels::MakeTensor;
+using kernels::Tensor;
+
+absl::StatusOr<std::unique_ptr<Drafter>> Drafter::Create(kernels::Backend* backend, const DrafterConfig* config,
+                                                         const DrafterWeights* weights, TargetForward* target,
+                                                         const KvStorage* kv, Shard shard, int64_t max_rows,
+                                                         float rope_factor) {
+  if (max_rows < config->block_size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("max_rows is ", max_rows, ", but the drafter's block_size is ", config->block_size));
+  }
+  auto drafter = std::unique_ptr<Drafter>(new Drafter);
+  drafter->backend_ = backend;
+  drafter->config_ = config;
+  drafter->weights_ = weights;
+  drafter->target_ = target;
+  drafter->kv_ = kv;
+  drafter->shard_ = shard;
+  drafter->heads_ = shard.Count(config->num_attention_heads);
+  drafter->kv_heads_ = shard.Count(config->num_key_value_heads);
+  drafter->max_rows_ = max_rows;
+  drafter->rope_factor_ = rope_factor > 0 ? rope_factor : config->rope.AttentionFactor();
+  drafter->eps_ = static_cast<float>(config->rms_norm_eps);
+
+  const int64_t size = kernels::DTypeSize(backend->activation_dtype());
+  const int64_t f32 = sizeof(float);
+  const int64_t inner = shard.Count(config->intermediate_size);
+  const std::pair<Buffer*, int64_t> widths[] = {
+      {&drafter->features_, config->hidden_size * f32},
+      {&drafter->residual_, config->hidden_size * size},
+      {&drafter->branch_, config->hidden_size * size},
+      {&drafter->normed_, config->hidden_size * size},
+      {&drafter->q_, drafter->heads_ * config->head_dim * size},
+      {&drafter->attended_, drafter->heads_ * config->head_dim * size},
+      {&drafter->k_, drafter->kv_heads_ * config->head_dim * size},
+      {&drafter->v_, drafter->kv_heads_ * config->head_dim * size},
+      {&drafter->gate_up_, 2 * inner * size},
+      {&drafter->act_, inner * size},
+      {&drafter->logits_, target->weights().lm_head.rows * f32},
+  };
+  for (const auto& [buffer, row_bytes] : widths) {
+    KDT_ASSIGN_OR_RETURN(*buffer, Buffer::Make(*backend, row_bytes * max_rows));
+  }
+  return drafter;
+}
+
+absl::Status Drafter::OnLayerOutput(int64_t layer, const Tensor& residual) {
+  const auto& ids = config_->target_layer_ids;
+  const auto found = std::find(ids.begin(), ids.end(), layer);
+  if (found == ids.end()) return absl::OkStatus();
+  const int64_t i = found - ids.begin();
+  const int64_t hidden = config_->hidden_size;
+  const Tensor x = residual.Columns(shard_.Begin(hidden), shard_.Count(hidden));
+  const Tensor sum = MakeTensor(features_.data(), kernels::DType::kF32, residual.rows, hidden);
+  return backend_->Gemm({x, weights_->fc[i], sum, i > 0});
+}
+
+absl::Status Drafter::ProjectKv(const DrafterLayerWeights& layer, const Tensor& x, const int32_t* positions) {
+  const int64_t dim = config_->head_dim;
+  const int64_t width = kv_heads_ * dim;
+  const Tensor k = Act(k_, x.rows, width);
+  KDT_RETURN_IF_ERROR(backend_->Gemm({x, layer.k, k}));
+  KDT_RETURN_IF_ERROR(backend_->Gemm({x, layer.v, Act(v_, x.rows, width)}));
+  const Tensor k_by_head = Act(k_, x.rows * kv_heads_, dim);
+  KDT_RETURN_IF_ERROR(backend_->RmsNorm({k_by_head, {}, layer.k_norm, eps_, k_by_head}));
+  return backend_->Rope({k, kv_heads_, dim, 0, dim, positions, weights_->rope_inv_freq, rope_factor_,
+                         kernels::RopeLayout::kHalfSplit});
+}
+
+absl::Status Drafter::AppendContext(const ContextRows& context, Collective& collective) {
+  const int64_t hidden = config_->hidden_size;
+  // Only rows that are kept go on: they move together in place, in path order.
+  if (!context.all) {
+    KDT_RETURN_IF_ERROR(backend_->KvMove({context.rows, context.iota, context.count,
+                                          MakeTensor(features_.data(), kernels::DType::kF32, max_rows_, hidden), 1, 0}));
+  }
+  const Tensor features = MakeTensor(features_.data(), kernels::DType::kF32, context.count, hidden);
+  KDT_RETURN_IF_ERROR(collective.AllReduceSum(features));
+  const Tensor normed = Act(normed_, context.count, hidden);
+  KDT_RETURN_IF_ERROR(backend_->RmsNorm({features, {}, weights_->hidden_norm, eps_, normed}));
+  const int64_t width = kv_heads_ * config_->head_dim;
+  for (size_t l = 0; l < weights_->layers.size(); ++l) {
+    KDT_RETURN_IF_ERROR(ProjectKv(weights_->layers[l], normed, context.positions));
+    const Tensor pool = kv_->Layer(l);
+    KDT_RETURN_IF_ERROR(backend_->KvWrite({Act(k_, context.count, width), context.slots, pool.Columns(0, width)}));
+    KDT_RETURN_IF_ERROR(backend_->KvWrite({Act(v_, context.count, width), context.slots, pool.Columns(width, width)}));
+  }
+  return absl::OkStatus();
+}
+
+// normed -> branch (this rank's heads).
+absl::Status Drafter::Attention(int64_t l, const DraftBlocks& blocks) {
+  const DrafterLayerWeights& layer = weights_->layers[l];
+  const int64_t rows = blocks.sequences * config_->block_size;
+  const int64_t dim = config_->head_dim;
+  const Tensor normed = Act(normed_, rows, config_->hidden_size);
+  const Tensor q = Act(q_, rows, heads_ * dim);
+  KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.q, q}));
+  const Tensor q_by_head = Act(q_, rows * heads_, dim);
+  KDT_RETURN_IF_ERROR(backend_->RmsNorm({q_by_head, {}, layer.q_norm, eps_, q_by_head}));
+  KDT_RETURN_IF_ERROR(backend_->Rope({q, heads_, dim, 0, dim, blocks.positions, weights_->rope_inv_freq, rope_factor_,
+                                      kernels::RopeLayout::kHalfSplit}));
+  KDT_RETURN_IF_ERROR(ProjectKv(layer, normed, blocks.positions));
+  const Tensor attended = Act(attended_, rows, heads_ * dim);
+  KDT_RETURN_IF_ERROR(backend_->DraftAttention(
+      {q, Act(k_, rows, kv_heads_ * dim), Act(v_, rows, kv_heads_ * dim), kv_->Layer(l), heads_, kv_heads_, dim,
+       config_->block_size, config_->SoftmaxScale(), blocks.sequences, blocks.context_length, blocks.window_begin,
+       blocks.slot_table, blocks.table_stride, attended}));
+  return backend_->Gemm({attended, layer.o, Act(branch_, rows, config_->hidden_size)});
+}
+
+absl::StatusOr<Tensor> Drafter::Draft(const DraftBlocks& blocks, Collective& collective) {
+  KDT_CHECK(blocks.sequences > 0 && blocks.sequences <= max_sequences());
+  const int64_t rows = blocks.sequences * config_->block_size;
+  const int64_t hidden = config_->hidden_size;
+  const Tensor residual = Act(residual_, rows, hidden);
+  const Tensor branch = Act(branch_, rows, hidden);
+  const Tensor normed = Act(normed_, rows, hidden);
+  KDT_RETURN_IF_ERROR(target_->Embed(blocks.tokens, residual, collective));
+  for (size_t l = 0; l < weights_->layers.size(); ++l) {
+    const DrafterLayerWeights& layer = weights_->layers[l];
+    if (l == 0) {
+      KDT_RETURN_IF_ERROR(backend_->RmsNorm({residual, {}, layer.input_norm, eps_, normed}));
+    } else {
+      KDT_RETURN_IF_ERROR(backend_->RmsNorm({branch, residual, layer.input_norm, eps_, normed}));
+    }
+    KDT_RETURN_IF_ERROR(Attention(l, blocks));
+    KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
+    KDT_RETURN_IF_ERROR(backend_->RmsNorm({branch, residual, layer.post_norm, eps_, normed}));
+    const Tensor act = Act(act_, rows, layer.down.cols);
+    const Tensor gate_up = Act(gate_up_, rows, 2 * layer.down.cols);
+    KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.gate_up, gate_up}));
+    KDT_RETURN_IF_ERROR(backend_->SiluMul({gate_up, act}));
+    KDT_RETURN_IF_ERROR(backend_->Gemm({act, layer.down, branch}));
+    KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
+  }
+  KDT_RETURN_IF_ERROR(backend_->Add({branch, residual}));
+  // The root's row has done its work; the others move together.
+  const int64_t masks = blocks.sequences * (config_->block_size - 1);
+  KDT_RETURN_IF_ERROR(backend_->KvMove({blocks.mask_rows, blocks.iota, masks, residual, 1, 0}));
+  const Tensor last = Act(normed_, masks, hidden);
+  KDT_RETURN_IF_ERROR(backend_->RmsNorm({Act(residual_, masks, hidden), {}, weights_->final_norm, eps_, last}));
+  const Tensor& lm_head = target_->weights().lm_head;
+  const Tensor logits = MakeTensor(logits_.data(), kernels::DType::kF32, masks, lm_head.rows);
+  KDT_RETURN_IF_ERROR(backend_->Gemm({last, lm_head, logits}));
+  return logits;
+}
+
+}  // namespace kdt

@@ -1,0 +1,179 @@
+#include "worker/engine/target_forward.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/status.h"
+
+namespace kdt {
+
+using kernels::Buffer;
+using kernels::MakeTensor;
+using kernels::Tensor;
+
+absl::StatusOr<std::unique_ptr<TargetForward>> TargetForward::Create(kernels::Backend* backend,
+                                                                     const ModelConfig* config,
+                                                                     const TargetWeights* weights, const KvStorage* kv,
+                                                                     Shard shard, int64_t max_rows) {
+  auto forward = std::unique_ptr<TargetForward>(new TargetForward);
+  forward->backend_ = backend;
+  forward->config_ = config;
+  forward->weights_ = weights;
+  forward->kv_ = kv;
+  forward->heads_ = shard.Count(config->num_attention_heads);
+  forward->max_rows_ = max_rows;
+  forward->softmax_scale_ = config->SoftmaxScale();
+  forward->rope_factor_ = config->rope.AttentionFactor();
+
+  int64_t inner = 0;
+  for (const TargetLayerWeights& layer : weights->layers) inner = std::max(inner, layer.down.cols);
+  const int64_t size = kernels::DTypeSize(backend->activation_dtype());
+  const int64_t latent = config->kv_lora_rank;
+  const int64_t rope = config->qk_rope_head_dim;
+  const std::pair<Buffer*, int64_t> widths[] = {
+      {&forward->residual_, config->hidden_size * size},
+      {&forward->branch_, config->hidden_size * size},
+      {&forward->normed_, config->hidden_size * size},
+      {&forward->qkv_a_, (config->q_lora_rank + latent + rope) * size},
+      {&forward->q_, forward->heads_ * config->QkHeadDim() * size},
+      {&forward->absorbed_, forward->heads_ * (latent + rope) * size},
+      {&forward->attended_, forward->heads_ * latent * size},
+      {&forward->values_, forward->heads_ * config->v_head_dim * size},
+      {&forward->gate_up_, 2 * inner * size},
+      {&forward->act_, inner * size},
+      {&forward->expert_ids_, config->num_experts_per_tok * int64_t{sizeof(int32_t)}},
+      {&forward->expert_weights_, config->num_experts_per_tok * int64_t{sizeof(float)}},
+      {&forward->logits_, weights->lm_head.rows * int64_t{sizeof(float)}},
+  };
+  for (const auto& [buffer, row_bytes] : widths) {
+    if (row_bytes == 0) continue;  // no MoE layer, or no MLP beside the experts
+    KDT_ASSIGN_OR_RETURN(*buffer, Buffer::Make(*backend, row_bytes * max_rows));
+  }
+  return forward;
+}
+
+absl::Status TargetForward::Embed(const int32_t* tokens, const Tensor& out, Collective& collective) {
+  KDT_RETURN_IF_ERROR(backend_->Embedding({tokens, weights_->vocab_begin, weights_->embedding, out}));
+  return collective.AllReduceSum(out);
+}
+
+absl::Status TargetForward::Run(const StepRows& rows, Collective& collective, const LayerHook& hook,
+                                PhaseTimes* times) {
+  KDT_CHECK(rows.rows > 0 && rows.rows <= max_rows_);
+  const kernels::DType dtype = backend_->activation_dtype();
+  const int64_t hidden = config_->hidden_size;
+  const float eps = static_cast<float>(config_->rms_norm_eps);
+  const Tensor residual = MakeTensor(residual_.data(), dtype, rows.rows, hidden);
+  const Tensor branch = MakeTensor(branch_.data(), dtype, rows.rows, hidden);
+  const Tensor normed = MakeTensor(normed_.data(), dtype, rows.rows, hidden);
+
+  KDT_RETURN_IF_ERROR(Embed(rows.tokens, residual, collective));
+  for (int64_t l = 0; l < static_cast<int64_t>(weights_->layers.size()); ++l) {
+    const TargetLayerWeights& layer = weights_->layers[l];
+    // The norm adds the layer before, so its output is complete only behind this.
+    if (l == 0) {
+      KDT_RETURN_IF_ERROR(backend_->RmsNorm({residual, {}, layer.input_norm, eps, normed}));
+    } else {
+      KDT_RETURN_IF_ERROR(backend_->RmsNorm({branch, residual, layer.input_norm, eps, normed}));
+    }
+    KDT_RETURN_IF_ERROR(hook(l - 1, residual));
+    KDT_RETURN_IF_ERROR(Attention(l, rows, times));
+    KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
+    KDT_RETURN_IF_ERROR(backend_->RmsNorm({branch, residual, layer.post_norm, eps, normed}));
+    KDT_RETURN_IF_ERROR(Mlp(layer, rows.rows, times));
+    KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
+  }
+  KDT_RETURN_IF_ERROR(backend_->Add({branch, residual}));
+  return hook(static_cast<int64_t>(weights_->layers.size()) - 1, residual);
+}
+
+// normed -> branch (this rank's heads only).
+absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTimes* times) {
+  PhaseTimer timer(&times->attention_ns);
+  const TargetLayerWeights& layer = weights_->layers[l];
+  const kernels::DType dtype = backend_->activation_dtype();
+  const int64_t n = rows.rows;
+  const int64_t q_lora = config_->q_lora_rank;
+  const int64_t latent = config_->kv_lora_rank;
+  const int64_t nope = config_->qk_nope_head_dim;
+  const int64_t rope = config_->qk_rope_head_dim;
+  const int64_t v = config_->v_head_dim;
+  const float eps = static_cast<float>(config_->rms_norm_eps);
+
+  const Tensor normed = MakeTensor(normed_.data(), dtype, n, config_->hidden_size);
+  const Tensor qkv_a = MakeTensor(qkv_a_.data(), dtype, n, q_lora + latent + rope);
+  KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.qkv_a, qkv_a}));
+  const Tensor q_latent = qkv_a.Columns(0, q_lora);
+  const Tensor kv_latent = qkv_a.Columns(q_lora, latent);
+  KDT_RETURN_IF_ERROR(backend_->RmsNorm({q_latent, {}, layer.q_a_norm, eps, q_latent}));
+  KDT_RETURN_IF_ERROR(backend_->RmsNorm({kv_latent, {}, layer.kv_a_norm, eps, kv_latent}));
+  KDT_RETURN_IF_ERROR(backend_->Rope({qkv_a.Columns(q_lora + latent, rope), 1, rope, 0, rope, rows.positions,
+                                      weights_->rope_inv_freq, rope_factor_, kernels::RopeLayout::kInterleaved}));
+  KDT_RETURN_IF_ERROR(backend_->KvWrite({qkv_a.Columns(q_lora, latent + rope), rows.slots, kv_->Layer(l)}));
+
+  const Tensor q = MakeTensor(q_.data(), dtype, n, heads_ * (nope + rope));
+  KDT_RETURN_IF_ERROR(backend_->Gemm({q_latent, layer.q_b, q}));
+  KDT_RETURN_IF_ERROR(backend_->Rope({q, heads_, nope + rope, nope, rope, rows.positions, weights_->rope_inv_freq,
+                                      rope_factor_, kernels::RopeLayout::kInterleaved}));
+  const Tensor absorbed = MakeTensor(absorbed_.data(), dtype, n, heads_ * (latent + rope));
+  KDT_RETURN_IF_ERROR(backend_->AbsorbQuery({q, layer.kv_b, heads_, nope, rope, v, latent, absorbed}));
+
+  const Tensor attended = MakeTensor(attended_.data(), dtype, n, heads_ * latent);
+  KDT_RETURN_IF_ERROR(backend_->VerifyAttention({absorbed, kv_->Layer(l), heads_, latent, rope, softmax_scale_,
+                                                 rows.sequences, rows.row_begin, rows.context_length, rows.causal,
+                                                 rows.slot_table, rows.table_stride, rows.ancestor_bits, attended}));
+  const Tensor values = MakeTensor(values_.data(), dtype, n, heads_ * v);
+  KDT_RETURN_IF_ERROR(backend_->AbsorbValue({attended, layer.kv_b, heads_, nope, v, latent, values}));
+  return backend_->Gemm({values, layer.o, MakeTensor(branch_.data(), dtype, n, config_->hidden_size)});
+}
+
+// normed -> branch (this rank's slice of the inner widths).
+absl::Status TargetForward::Mlp(const TargetLayerWeights& layer, int64_t n, PhaseTimes* times) {
+  const kernels::DType dtype = backend_->activation_dtype();
+  const bool dense = layer.gate_up.rows > 0;
+  if (dense) {
+    PhaseTimer timer(&times->dense_ns);
+    const int64_t inner = layer.down.cols;
+    const Tensor gate_up = MakeTensor(gate_up_.data(), dtype, n, 2 * inner);
+    const Tensor act = MakeTensor(act_.data(), dtype, n, inner);
+    const Tensor branch = MakeTensor(branch_.data(), dtype, n, config_->hidden_size);
+    KDT_RETURN_IF_ERROR(
+        backend_->Gemm({MakeTensor(normed_.data(), dtype, n, config_->hidden_size), layer.gate_up, gate_up}));
+    KDT_RETURN_IF_ERROR(backend_->SiluMul({gate_up, act}));
+    KDT_RETURN_IF_ERROR(backend_->Gemm({act, layer.down, branch}));
+  }
+  if (layer.experts.experts == 0) return absl::OkStatus();
+  PhaseTimer timer(&times->moe_ns);
+  return Moe(layer, n, dense);
+}
+
+absl::Status TargetForward::Moe(const TargetLayerWeights& layer, int64_t n, bool accumulate) {
+  const kernels::DType dtype = backend_->activation_dtype();
+  const Tensor normed = MakeTensor(normed_.data(), dtype, n, config_->hidden_size);
+  const int64_t top_k = config_->num_experts_per_tok;
+  KDT_RETURN_IF_ERROR(backend_->Router({normed, layer.router, layer.router_bias, top_k, config_->norm_topk_prob,
+                                        static_cast<float>(config_->routed_scaling_factor), expert_ids_.as<int32_t>(),
+                                        expert_weights_.as<float>()}));
+  return backend_->Moe({normed, layer.experts, expert_ids_.as<int32_t>(), expert_weights_.as<float>(), top_k,
+                        MakeTensor(branch_.data(), dtype, n, config_->hidden_size), accumulate});
+}
+
+absl::StatusOr<Tensor> TargetForward::Logits(const int32_t* rows, const int32_t* iota, int64_t count, bool all) {
+  KDT_CHECK(count > 0 && count <= max_rows_);
+  const kernels::DType dtype = backend_->activation_dtype();
+  const int64_t hidden = config_->hidden_size;
+  // Rows that need no logits drop out: the others move together, in place, as on a commit.
+  if (!all) {
+    KDT_RETURN_IF_ERROR(
+        backend_->KvMove({rows, iota, count, MakeTensor(residual_.data(), dtype, max_rows_, hidden), 1, 0}));
+  }
+  const Tensor residual = MakeTensor(residual_.data(), dtype, count, hidden);
+  const Tensor normed = MakeTensor(normed_.data(), dtype, count, hidden);
+  KDT_RETURN_IF_ERROR(
+      backend_->RmsNorm({residual, {}, weights_->final_norm, static_cast<float>(config_->rms_norm_eps), normed}));
+  const Tensor logits = MakeTensor(logits_.data(), kernels::DType::kF32, count, weights_->lm_head.rows);
+  KDT_RETURN_IF_ERROR(backend_->Gemm({normed, weights_->lm_head, logits}));
+  return logits;
+}
+
+}  // namespace kdt

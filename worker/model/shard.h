@@ -1,0 +1,17 @@
+// Which part of a dimension one rank of a tensor-parallel group holds: equal ranges in rank order.
+#pragma once
+
+#include <cstdint>
+
+namespace kdt {
+
+struct Shard {
+  int rank = 0;
+  int size = 1;
+
+  // `n` is a multiple of `size` (checked when the configs are).
+  int64_t Count(int64_t n) const { return n / size; }
+  int64_t Begin(int64_t n) const { return n / size * rank; }
+};
+
+}  // namespace kdt

@@ -1,0 +1,84 @@
+// Copies one rank's slices of a mapped checkpoint into a backend's memory. Pages of the files are dropped as soon as
+// they have been copied, so that the process holds the weights once.
+//
+// The same loading code runs twice. A planning loader checks that every tensor is there with the right dtype and shape and
+// adds up the bytes, copying nothing (data pointers stay null); a second one copies. So a broken checkpoint is refused
+// before the first byte is copied, and progress knows its total.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/safetensors.h"
+#include "kdt/kernels/backend.h"
+#include "worker/model/load_progress.h"
+#include "worker/model/shard.h"
+
+namespace kdt {
+
+class WeightLoader {
+ public:
+  enum class Mode { kPlan, kCopy };
+  enum class Split { kNone, kRows, kColumns };
+
+  // A bf16 tensor [out, in] of the checkpoint and the dimension that is cut among the ranks.
+  struct Part {
+    std::string name;
+    int64_t out = 0;
+    int64_t in = 0;
+    Split split = Split::kNone;
+  };
+
+  // `backend` owns the memory and outlives the buffers. `loaded` continues over several loaders (target, then drafter).
+  WeightLoader(Mode mode, kernels::Backend* backend, Shard shard, LoadProgress progress, uint64_t total_bytes)
+      : mode_(mode), backend_(backend), shard_(shard), progress_(std::move(progress)), total_(total_bytes) {}
+
+  void SetCheckpoint(const Checkpoint* checkpoint) { checkpoint_ = checkpoint; }
+  Shard shard() const { return shard_; }
+
+  // The parts' slices below each other; all have the same width after slicing.
+  absl::StatusOr<kernels::Tensor> Matrix(std::span<const Part> parts);
+  absl::StatusOr<kernels::Tensor> Matrix(const Part& part) { return Matrix({&part, 1}); }
+  // Columns [begin, begin + count) of a bf16 tensor [out, in].
+  absl::StatusOr<kernels::Tensor> ColumnRange(const std::string& name, int64_t out, int64_t in, int64_t begin,
+                                              int64_t count);
+  // A bf16 vector [n], whole.
+  absl::StatusOr<const uint16_t*> Vector(const std::string& name, int64_t n);
+  // A bf16 or f32 vector [n], whole, as f32.
+  absl::StatusOr<const float*> FloatVector(const std::string& name, int64_t n);
+  // Values computed here.
+  absl::StatusOr<const float*> Constants(std::span<const float> values);
+  // `prefix`E.{gate,up,down}_proj.weight_{packed,scale,shape}: each expert's inner width is cut among the ranks.
+  absl::StatusOr<kernels::Int4Experts> Experts(const std::string& prefix, int64_t experts, int64_t hidden,
+                                               int64_t inner);
+
+  uint64_t bytes() const { return bytes_; }  // planned or copied so far
+  std::vector<kernels::Buffer> TakeBuffers() { return std::move(buffers_); }
+
+ private:
+  absl::StatusOr<char*> Allocate(uint64_t bytes);
+  // Copies rows [row_begin, row_begin + rows), bytes [byte_begin, byte_begin + row_bytes) of each, of a tensor whose rows
+  // have `source_row_bytes`, to `to` without gaps. Counts bytes in either mode.
+  absl::Status Copy(const TensorView& tensor, int64_t row_begin, int64_t rows, int64_t source_row_bytes,
+                    int64_t byte_begin, int64_t row_bytes, char* to);
+  absl::Status CopyPart(const Part& part, char* to);
+  // One packed tensor of an expert with its scales.
+  absl::Status CopyInt4(const std::string& name, int64_t out, int64_t in, Split split, char* packed, char* scale);
+  void Count(uint64_t bytes);
+
+  Mode mode_;
+  kernels::Backend* backend_;
+  Shard shard_;
+  LoadProgress progress_;
+  uint64_t total_;
+  const Checkpoint* checkpoint_ = nullptr;
+  uint64_t bytes_ = 0;
+  std::vector<char> staging_;
+  std::vector<kernels::Buffer> buffers_;
+};
+
+}  // namespace kdt
