@@ -28,9 +28,9 @@ absl::StatusOr<std::unique_ptr<DraftTopK>> DraftTopK::Create(kernels::Backend* b
 absl::Status DraftTopK::Run(const Tensor& logits, int64_t k, Collective& collective, DraftCandidates* out) {
   const int64_t rows = logits.rows;
   const int64_t local = std::min(k, logits.cols);
-  KDT_RETURN_IF_ERROR(backend_->LogitsTopK({logits, shard_.Begin(vocab_size_), local, max_.as<float>(),
-                                            sum_exp_.as<float>(), bad_.as<uint8_t>(), ids_.as<int32_t>(),
-                                            values_.as<float>()}));
+  KDT_RETURN_IF_ERROR(
+      backend_->LogitsTopK({logits, shard_.Begin(vocab_size_), local, max_.as<float>(), sum_exp_.as<float>(),
+                            bad_.as<uint8_t>(), ids_.as<int32_t>(), values_.as<float>()}));
   host_max_.resize(rows);
   host_sum_.resize(rows);
   host_bad_.resize(rows);
@@ -46,10 +46,11 @@ absl::Status DraftTopK::Run(const Tensor& logits, int64_t k, Collective& collect
   const size_t record = 3 + 2 * local;
   words_.clear();
   for (int64_t row = 0; row < rows; ++row) {
-    words_.insert(words_.end(), {std::bit_cast<uint32_t>(host_max_[row]), std::bit_cast<uint32_t>(host_sum_[row]),
-                                 uint32_t{host_bad_[row]}});
+    words_.insert(words_.end(), {std::bit_cast<uint32_t>(host_max_[row]),
+                                 std::bit_cast<uint32_t>(host_sum_[row]), uint32_t{host_bad_[row]}});
     for (int64_t j = 0; j < local; ++j) words_.push_back(std::bit_cast<uint32_t>(host_ids_[row * local + j]));
-    for (int64_t j = 0; j < local; ++j) words_.push_back(std::bit_cast<uint32_t>(host_values_[row * local + j]));
+    for (int64_t j = 0; j < local; ++j)
+      words_.push_back(std::bit_cast<uint32_t>(host_values_[row * local + j]));
   }
   KDT_ASSIGN_OR_RETURN(const auto words, gather_.Gather(words_, collective));
 

@@ -1,5 +1,5 @@
-// The drafter's best tokens a position, with log-probabilities over the whole vocabulary, from logits that are cut among
-// the ranks.
+// The drafter's best tokens a position, with log-probabilities over the whole vocabulary, from logits that
+// are cut among the ranks.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct DraftCandidates {
 
 class DraftTopK {
  public:
-  static absl::StatusOr<std::unique_ptr<DraftTopK>> Create(kernels::Backend* backend, Shard shard, int64_t vocab_size,
-                                                           int64_t max_rows);
+  static absl::StatusOr<std::unique_ptr<DraftTopK>> Create(kernels::Backend* backend, Shard shard,
+                                                           int64_t vocab_size, int64_t max_rows);
   // logits: f32 [rows, vocab_local]; k: 1 .. min(kMaxTopK, vocabulary).
   absl::Status Run(const kernels::Tensor& logits, int64_t k, Collective& collective, DraftCandidates* out);
 

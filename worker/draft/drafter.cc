@@ -12,7 +12,8 @@ using kernels::Buffer;
 using kernels::MakeTensor;
 using kernels::Tensor;
 
-absl::StatusOr<std::unique_ptr<Drafter>> Drafter::Create(kernels::Backend* backend, const DrafterConfig* config,
+absl::StatusOr<std::unique_ptr<Drafter>> Drafter::Create(kernels::Backend* backend,
+                                                         const DrafterConfig* config,
                                                          const DrafterWeights* weights, TargetForward* target,
                                                          const KvStorage* kv, Shard shard, int64_t max_rows,
                                                          float rope_factor) {
@@ -82,8 +83,9 @@ absl::Status Drafter::AppendContext(const ContextRows& context, Collective& coll
   const int64_t hidden = config_->hidden_size;
   // Only rows that are kept go on: they move together in place, in path order.
   if (!context.all) {
-    KDT_RETURN_IF_ERROR(backend_->KvMove({context.rows, context.iota, context.count,
-                                          MakeTensor(features_.data(), kernels::DType::kF32, max_rows_, hidden), 1, 0}));
+    KDT_RETURN_IF_ERROR(
+        backend_->KvMove({context.rows, context.iota, context.count,
+                          MakeTensor(features_.data(), kernels::DType::kF32, max_rows_, hidden), 1, 0}));
   }
   const Tensor features = MakeTensor(features_.data(), kernels::DType::kF32, context.count, hidden);
   KDT_RETURN_IF_ERROR(collective.AllReduceSum(features));
@@ -93,8 +95,10 @@ absl::Status Drafter::AppendContext(const ContextRows& context, Collective& coll
   for (size_t l = 0; l < weights_->layers.size(); ++l) {
     KDT_RETURN_IF_ERROR(ProjectKv(weights_->layers[l], normed, context.positions));
     const Tensor pool = kv_->Layer(l);
-    KDT_RETURN_IF_ERROR(backend_->KvWrite({Act(k_, context.count, width), context.slots, pool.Columns(0, width)}));
-    KDT_RETURN_IF_ERROR(backend_->KvWrite({Act(v_, context.count, width), context.slots, pool.Columns(width, width)}));
+    KDT_RETURN_IF_ERROR(
+        backend_->KvWrite({Act(k_, context.count, width), context.slots, pool.Columns(0, width)}));
+    KDT_RETURN_IF_ERROR(
+        backend_->KvWrite({Act(v_, context.count, width), context.slots, pool.Columns(width, width)}));
   }
   return absl::OkStatus();
 }
@@ -109,14 +113,14 @@ absl::Status Drafter::Attention(int64_t l, const DraftBlocks& blocks) {
   KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.q, q}));
   const Tensor q_by_head = Act(q_, rows * heads_, dim);
   KDT_RETURN_IF_ERROR(backend_->RmsNorm({q_by_head, {}, layer.q_norm, eps_, q_by_head}));
-  KDT_RETURN_IF_ERROR(backend_->Rope({q, heads_, dim, 0, dim, blocks.positions, weights_->rope_inv_freq, rope_factor_,
-                                      kernels::RopeLayout::kHalfSplit}));
+  KDT_RETURN_IF_ERROR(backend_->Rope({q, heads_, dim, 0, dim, blocks.positions, weights_->rope_inv_freq,
+                                      rope_factor_, kernels::RopeLayout::kHalfSplit}));
   KDT_RETURN_IF_ERROR(ProjectKv(layer, normed, blocks.positions));
   const Tensor attended = Act(attended_, rows, heads_ * dim);
   KDT_RETURN_IF_ERROR(backend_->DraftAttention(
-      {q, Act(k_, rows, kv_heads_ * dim), Act(v_, rows, kv_heads_ * dim), kv_->Layer(l), heads_, kv_heads_, dim,
-       config_->block_size, config_->SoftmaxScale(), blocks.sequences, blocks.context_length, blocks.window_begin,
-       blocks.slot_table, blocks.table_stride, attended}));
+      {q, Act(k_, rows, kv_heads_ * dim), Act(v_, rows, kv_heads_ * dim), kv_->Layer(l), heads_, kv_heads_,
+       dim, config_->block_size, config_->SoftmaxScale(), blocks.sequences, blocks.context_length,
+       blocks.window_begin, blocks.slot_table, blocks.table_stride, attended}));
   return backend_->Gemm({attended, layer.o, Act(branch_, rows, config_->hidden_size)});
 }
 
@@ -150,7 +154,8 @@ absl::StatusOr<Tensor> Drafter::Draft(const DraftBlocks& blocks, Collective& col
   const int64_t masks = blocks.sequences * (config_->block_size - 1);
   KDT_RETURN_IF_ERROR(backend_->KvMove({blocks.mask_rows, blocks.iota, masks, residual, 1, 0}));
   const Tensor last = Act(normed_, masks, hidden);
-  KDT_RETURN_IF_ERROR(backend_->RmsNorm({Act(residual_, masks, hidden), {}, weights_->final_norm, eps_, last}));
+  KDT_RETURN_IF_ERROR(
+      backend_->RmsNorm({Act(residual_, masks, hidden), {}, weights_->final_norm, eps_, last}));
   const Tensor& lm_head = target_->weights().lm_head;
   const Tensor logits = MakeTensor(logits_.data(), kernels::DType::kF32, masks, lm_head.rows);
   KDT_RETURN_IF_ERROR(backend_->Gemm({last, lm_head, logits}));

@@ -1,8 +1,10 @@
 // The DFlash drafter on one rank (facts.md: DFlash drafter). In a step it
 //   1. gathers context features while the target's layers run (OnLayerOutput),
 //   2. appends K/V of the committed rows to its pool, whose slots are the target's (AppendContext),
-//   3. runs one pass over a block a sequence, [root, mask, mask, ...], and returns logits for the masks (Draft).
-// Feature of a position: hidden_norm(fc(concat of target layer outputs)). Attention inside the block is not causal.
+//   3. runs one pass over a block a sequence, [root, mask, mask, ...], and returns logits for the masks
+//   (Draft).
+// Feature of a position: hidden_norm(fc(concat of target layer outputs)). Attention inside the block is not
+// causal.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +24,9 @@ namespace kdt {
 // Rows whose K/V join the context, all pointers in the backend's memory.
 struct ContextRows {
   int64_t count = 0;
-  const int32_t* rows = nullptr;  // [count] rows of the step, strictly rising
-  const int32_t* iota = nullptr;  // 0, 1, ...
-  bool all = false;               // they are the step's first `count` rows
+  const int32_t* rows = nullptr;       // [count] rows of the step, strictly rising
+  const int32_t* iota = nullptr;       // 0, 1, ...
+  bool all = false;                    // they are the step's first `count` rows
   const int32_t* positions = nullptr;  // [count]
   const int32_t* slots = nullptr;      // [count]
 };
@@ -38,7 +40,7 @@ struct DraftBlocks {
   const int32_t* window_begin = nullptr;    // [sequences]: first context position that is seen
   const int32_t* slot_table = nullptr;      // [sequences, table_stride]
   int64_t table_stride = 0;
-  const int32_t* mask_rows = nullptr;       // [sequences * (block_size - 1)]: rows that are not roots
+  const int32_t* mask_rows = nullptr;  // [sequences * (block_size - 1)]: rows that are not roots
   const int32_t* iota = nullptr;
 };
 
@@ -46,7 +48,8 @@ class Drafter {
  public:
   // Everything passed by pointer outlives the object. At most `max_rows` rows a step and block rows a pass.
   // `rope_factor`: factor on cos and sin (0: the config's).
-  static absl::StatusOr<std::unique_ptr<Drafter>> Create(kernels::Backend* backend, const DrafterConfig* config,
+  static absl::StatusOr<std::unique_ptr<Drafter>> Create(kernels::Backend* backend,
+                                                         const DrafterConfig* config,
                                                          const DrafterWeights* weights, TargetForward* target,
                                                          const KvStorage* kv, Shard shard, int64_t max_rows,
                                                          float rope_factor);
@@ -67,7 +70,8 @@ class Drafter {
  private:
   Drafter() = default;
   // normed -> q, k, v of the rows, normed and rotated.
-  absl::Status ProjectKv(const DrafterLayerWeights& layer, const kernels::Tensor& x, const int32_t* positions);
+  absl::Status ProjectKv(const DrafterLayerWeights& layer, const kernels::Tensor& x,
+                         const int32_t* positions);
   absl::Status Attention(int64_t layer, const DraftBlocks& blocks);
   kernels::Tensor Act(const kernels::Buffer& buffer, int64_t rows, int64_t cols) const {
     return kernels::MakeTensor(buffer.data(), backend_->activation_dtype(), rows, cols);
@@ -86,7 +90,7 @@ class Drafter {
   float eps_ = 0;
 
   // [max_rows, ...] each; none is shared with the target.
-  kernels::Buffer features_;                    // f32 hidden: fc's sum over target layers, of this rank's columns
+  kernels::Buffer features_;  // f32 hidden: fc's sum over target layers, of this rank's columns
   kernels::Buffer residual_, branch_, normed_;  // hidden
   kernels::Buffer q_, attended_;                // heads * dim
   kernels::Buffer k_, v_;                       // kv_heads * dim

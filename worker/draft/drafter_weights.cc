@@ -29,13 +29,14 @@ absl::StatusOr<DrafterLayerWeights> LoadLayer(const DrafterConfig& config, const
   KDT_ASSIGN_OR_RETURN(layer.v, loader.Matrix({attention + "v_proj.weight", kv_width, hidden, Split::kRows}));
   KDT_ASSIGN_OR_RETURN(layer.q_norm, loader.Vector(attention + "q_norm.weight", dim));
   KDT_ASSIGN_OR_RETURN(layer.k_norm, loader.Vector(attention + "k_norm.weight", dim));
-  KDT_ASSIGN_OR_RETURN(layer.o, loader.Matrix({attention + "o_proj.weight", hidden, q_width, Split::kColumns}));
+  KDT_ASSIGN_OR_RETURN(layer.o,
+                       loader.Matrix({attention + "o_proj.weight", hidden, q_width, Split::kColumns}));
   KDT_ASSIGN_OR_RETURN(layer.post_norm, loader.Vector(prefix + "post_attention_layernorm.weight", hidden));
   const Part gate_up[] = {{mlp + "gate_proj.weight", config.intermediate_size, hidden, Split::kRows},
                           {mlp + "up_proj.weight", config.intermediate_size, hidden, Split::kRows}};
   KDT_ASSIGN_OR_RETURN(layer.gate_up, loader.Matrix(gate_up));
-  KDT_ASSIGN_OR_RETURN(
-      layer.down, loader.Matrix({mlp + "down_proj.weight", hidden, config.intermediate_size, Split::kColumns}));
+  KDT_ASSIGN_OR_RETURN(layer.down, loader.Matrix({mlp + "down_proj.weight", hidden, config.intermediate_size,
+                                                  Split::kColumns}));
   return layer;
 }
 
@@ -49,22 +50,25 @@ absl::StatusOr<DrafterWeights> LoadDrafterWeights(const DrafterConfig& config, c
   const int64_t features = static_cast<int64_t>(config.target_layer_ids.size());
   DrafterWeights weights;
   for (int64_t i = 0; i < features; ++i) {
-    KDT_ASSIGN_OR_RETURN(const kernels::Tensor part,
-                         loader.ColumnRange(prefix + "fc.weight", hidden, features * hidden,
-                                            i * hidden + loader.shard().Begin(hidden), loader.shard().Count(hidden)));
+    KDT_ASSIGN_OR_RETURN(
+        const kernels::Tensor part,
+        loader.ColumnRange(prefix + "fc.weight", hidden, features * hidden,
+                           i * hidden + loader.shard().Begin(hidden), loader.shard().Count(hidden)));
     weights.fc.push_back(part);
   }
   KDT_ASSIGN_OR_RETURN(weights.hidden_norm, loader.Vector(prefix + "hidden_norm.weight", hidden));
   KDT_ASSIGN_OR_RETURN(weights.final_norm, loader.Vector(prefix + "norm.weight", hidden));
   KDT_ASSIGN_OR_RETURN(weights.rope_inv_freq, loader.Constants(config.rope.InvFreq()));
   for (int64_t l = 0; l < config.num_hidden_layers; ++l) {
-    KDT_ASSIGN_OR_RETURN(DrafterLayerWeights layer, LoadLayer(config, absl::StrCat(prefix, "layers.", l, "."), loader));
+    KDT_ASSIGN_OR_RETURN(DrafterLayerWeights layer,
+                         LoadLayer(config, absl::StrCat(prefix, "layers.", l, "."), loader));
     weights.layers.push_back(layer);
   }
   const size_t expected = kTensorsBesides + kTensorsALayer * weights.layers.size();
   if (checkpoint.tensor_count() != expected) {
     return absl::InvalidArgumentError(absl::StrCat(
-        checkpoint.folder(), ": the drafter's checkpoint holds ", checkpoint.tensor_count(), " tensors where ", expected,
+        checkpoint.folder(), ": the drafter's checkpoint holds ", checkpoint.tensor_count(),
+        " tensors where ", expected,
         " are known; a drafter with more parts (such as a mask embedding of its own) is not supported"));
   }
   weights.buffers = loader.TakeBuffers();

@@ -1,10 +1,10 @@
-// One rank's weights of the DFlash drafter. Cut among the ranks: attention heads (query heads follow their KV head), the
-// MLP's inner width, and the input side of fc.
+// One rank's weights of the DFlash drafter. Cut among the ranks: attention heads (query heads follow their KV
+// head), the MLP's inner width, and the input side of fc.
 //
-// fc maps the concatenated target layer outputs to the drafter's width. It is kept as one matrix a target layer, so that
-// its sum grows while the target's layers run and no concatenation is stored. Each rank holds a range of every part's input
-// columns and the sum over ranks is taken once, over the committed rows: replicated, fc would be a tenth of all bytes a
-// rank of the real model reads a step.
+// fc maps the concatenated target layer outputs to the drafter's width. It is kept as one matrix a target
+// layer, so that its sum grows while the target's layers run and no concatenation is stored. Each rank holds
+// a range of every part's input columns and the sum over ranks is taken once, over the committed rows:
+// replicated, fc would be a tenth of all bytes a rank of the real model reads a step.
 #pragma once
 
 #include <cstdint>
@@ -30,16 +30,16 @@ struct DrafterLayerWeights {
 };
 
 struct DrafterWeights {
-  std::vector<kernels::Tensor> fc;          // a target layer each: [hidden, hidden / ranks]
-  const uint16_t* hidden_norm = nullptr;    // [hidden]
-  const uint16_t* final_norm = nullptr;     // [hidden]
-  const float* rope_inv_freq = nullptr;     // [head_dim / 2]
+  std::vector<kernels::Tensor> fc;        // a target layer each: [hidden, hidden / ranks]
+  const uint16_t* hidden_norm = nullptr;  // [hidden]
+  const uint16_t* final_norm = nullptr;   // [hidden]
+  const float* rope_inv_freq = nullptr;   // [head_dim / 2]
   std::vector<DrafterLayerWeights> layers;
-  std::vector<kernels::Buffer> buffers;     // what the pointers above point into
+  std::vector<kernels::Buffer> buffers;  // what the pointers above point into
 };
 
-// Reads (or, with a planning loader, checks) everything. Errors name the tensor. A checkpoint that holds other tensors than
-// these is another kind of drafter and refused.
+// Reads (or, with a planning loader, checks) everything. Errors name the tensor. A checkpoint that holds
+// other tensors than these is another kind of drafter and refused.
 absl::StatusOr<DrafterWeights> LoadDrafterWeights(const DrafterConfig& config, const Checkpoint& checkpoint,
                                                   WeightLoader& loader);
 

@@ -1,5 +1,5 @@
-// One rank's model: applies a step's sequence operations, runs the forward over all rows, samples, walks the trees,
-// commits, drafts. Single-threaded: one step at a time.
+// One rank's model: applies a step's sequence operations, runs the forward over all rows, samples, walks the
+// trees, commits, drafts. Single-threaded: one step at a time.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +18,19 @@ namespace kdt {
 
 struct EngineOptions {
   std::string model_dir;
-  std::string drafter_dir;       // empty: no drafter
+  std::string drafter_dir;  // empty: no drafter
   int rank = 0;
-  int tp = 1;                    // must divide heads, experts' width / 32, vocabulary, dense width: INVALID_ARGUMENT names which
+  int tp =
+      1;  // must divide heads, experts' width / 32, vocabulary, dense width: INVALID_ARGUMENT names which
   kernels::DType kv_dtype = kernels::DType::kF32;
-  int64_t kv_slots = 0;          // usable slots; 0: derived from kv_bytes
+  int64_t kv_slots = 0;                 // usable slots; 0: derived from kv_bytes
   int64_t kv_bytes = int64_t{1} << 30;  // memory for target and drafter pools
-  int64_t max_rows = 1024;       // rows a step
+  int64_t max_rows = 1024;              // rows a step
   int64_t max_sequences = 256;
-  int64_t max_context = 0;       // 0: the model's
-  int64_t max_tree_nodes = 256;  // root included
+  int64_t max_context = 0;           // 0: the model's
+  int64_t max_tree_nodes = 256;      // root included
+  int64_t draft_window = 0;          // context positions a draft block sees, counted from its end; 0: all
+  float draft_rope_factor = 0;       // factor on cos and sin in the drafter; 0: what its config says
   StepObserver* observer = nullptr;  // for tests; outlives the engine
 };
 
@@ -42,9 +45,9 @@ class Engine {
   // Drops all sequences and uses `collective` from now on (owned by the caller, alive until the next call).
   virtual void StartEpoch(Collective* collective) = 0;
 
-  // Runs one step. The request's every field is checked before anything changes. An error Status means that the step failed
-  // as a whole (a bad request, a dead collective, a device fault) and the epoch is over. On rank 0 `response.results`
-  // is filled; digest, timings and pool always.
+  // Runs one step. The request's every field is checked before anything changes. An error Status means that
+  // the step failed as a whole (a bad request, a dead collective, a device fault) and the epoch is over. On
+  // rank 0 `response.results` is filled; digest, timings and pool always.
   virtual absl::Status Step(const v1::StepRequest& request, v1::StepResponse* response) = 0;
 
   // Identity and sizes: every field of DescribeResponse the engine knows.

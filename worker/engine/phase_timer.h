@@ -20,7 +20,8 @@ class PhaseTimer {
  public:
   explicit PhaseTimer(int64_t* total) : total_(total), start_(std::chrono::steady_clock::now()) {}
   ~PhaseTimer() {
-    *total_ += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_).count();
+    *total_ += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_)
+                   .count();
   }
   PhaseTimer(const PhaseTimer&) = delete;
   PhaseTimer& operator=(const PhaseTimer&) = delete;

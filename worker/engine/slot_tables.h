@@ -1,5 +1,5 @@
-// The slot tables of the sequences of a step in the backend's memory, [sequences, stride]. A row usually holds the same
-// sequence as in the step before, a few slots longer, so only what changed is uploaded.
+// The slot tables of the sequences of a step in the backend's memory, [sequences, stride]. A row usually
+// holds the same sequence as in the step before, a few slots longer, so only what changed is uploaded.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,8 @@ class SlotTables {
   absl::Status Set(int64_t row, std::span<const int32_t> table) {
     std::vector<int32_t>& mirror = mirror_[row];
     const size_t common = std::min(mirror.size(), table.size());
-    const size_t same = std::mismatch(table.begin(), table.begin() + common, mirror.begin()).first - table.begin();
+    const size_t same =
+        std::mismatch(table.begin(), table.begin() + common, mirror.begin()).first - table.begin();
     if (same == table.size()) return absl::OkStatus();  // what lies behind is not read
     mirror.resize(same);
     mirror.insert(mirror.end(), table.begin() + same, table.end());

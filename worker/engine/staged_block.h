@@ -1,5 +1,5 @@
-// Small arrays that the host fills and a step reads, in one block with fixed addresses and one upload. Reserve everything,
-// Allocate once, then fill and Upload each step.
+// Small arrays that the host fills and a step reads, in one block with fixed addresses and one upload.
+// Reserve everything, Allocate once, then fill and Upload each step.
 #pragma once
 
 #include <cstddef>

@@ -65,7 +65,8 @@ class Planner {
     for (int i = 0; i < request_.verify_size(); ++i) {
       KDT_RETURN_IF_ERROR(AddTree(absl::StrCat("verify[", i, "]"), request_.verify(i)));
     }
-    if (rows_ > limits_.max_rows) return Invalid("the step has ", rows_, " rows, the most is ", limits_.max_rows);
+    if (rows_ > limits_.max_rows)
+      return Invalid("the step has ", rows_, " rows, the most is ", limits_.max_rows);
     return std::move(plan_);
   }
 
@@ -81,10 +82,12 @@ class Planner {
       planned.parent = fork.parent_id();
       planned.length = fork.length();
       const auto committed = alive_.Committed(planned.parent);
-      if (!committed) return absl::NotFoundError(absl::StrCat(where, ".fork.parent_id: no sequence ", planned.parent));
+      if (!committed)
+        return absl::NotFoundError(absl::StrCat(where, ".fork.parent_id: no sequence ", planned.parent));
       if (planned.length < 1 || planned.length > *committed) {
-        return absl::OutOfRangeError(absl::StrCat(where, ".fork.length is ", planned.length, ", but sequence ",
-                                                  planned.parent, " has ", *committed, " committed tokens"));
+        return absl::OutOfRangeError(absl::StrCat(where, ".fork.length is ", planned.length,
+                                                  ", but sequence ", planned.parent, " has ", *committed,
+                                                  " committed tokens"));
       }
       KDT_RETURN_IF_ERROR(AddNew(where + ".fork", fork, planned.length, &planned));
     } else if (op.has_free()) {
@@ -107,7 +110,8 @@ class Planner {
     planned->id = op.sequence_id();
     // A hint may be too large, but must not make the pool look for more than a sequence can hold.
     planned->expected_tokens = std::min<int64_t>(op.expected_tokens(), limits_.max_context);
-    if (alive_.Committed(planned->id)) return Invalid(where, ".sequence_id: sequence ", planned->id, " is alive");
+    if (alive_.Committed(planned->id))
+      return Invalid(where, ".sequence_id: sequence ", planned->id, " is alive");
     if (alive_.count() >= limits_.max_sequences) {
       return absl::ResourceExhaustedError(
           absl::StrCat(where, ": ", limits_.max_sequences, " sequences are alive, which is the most"));
@@ -126,7 +130,8 @@ class Planner {
     planned->start = item.start();
     planned->draft_top_k = item.draft_top_k();
     const auto committed = alive_.Committed(planned->id);
-    if (!committed) return absl::NotFoundError(absl::StrCat(where, ".sequence_id: no sequence ", planned->id));
+    if (!committed)
+      return absl::NotFoundError(absl::StrCat(where, ".sequence_id: no sequence ", planned->id));
     if (!in_step_.insert(planned->id).second) {
       return Invalid(where, ".sequence_id: sequence ", planned->id, " is already in this step");
     }
@@ -137,14 +142,16 @@ class Planner {
     if (item.tokens().empty()) return Invalid(where, ".tokens is empty");
     for (int i = 0; i < item.tokens_size(); ++i) {
       if (item.tokens(i) >= limits_.vocab_size) {
-        return Invalid(where, ".tokens[", i, "] is ", item.tokens(i), ", the vocabulary has ", limits_.vocab_size);
+        return Invalid(where, ".tokens[", i, "] is ", item.tokens(i), ", the vocabulary has ",
+                       limits_.vocab_size);
       }
     }
     if (planned->draft_top_k > 0 && limits_.max_draft_top_k == 0) {
       return Invalid(where, ".draft_top_k is ", planned->draft_top_k, ", but there is no drafter");
     }
     if (planned->draft_top_k > limits_.max_draft_top_k) {
-      return Invalid(where, ".draft_top_k is ", planned->draft_top_k, ", the most is ", limits_.max_draft_top_k);
+      return Invalid(where, ".draft_top_k is ", planned->draft_top_k, ", the most is ",
+                     limits_.max_draft_top_k);
     }
     planned->tokens.assign(item.tokens().begin(), item.tokens().end());
     rows_ += planned->rows();
@@ -164,13 +171,16 @@ class Planner {
     KDT_RETURN_IF_ERROR(CheckContext(where, planned, planned.rows()));
     planned.sample = chunk.sample();
     planned.prompt_logprobs = chunk.prompt_logprobs();
-    if (planned.draft_top_k > 0 && !planned.sample) return Invalid(where, ".draft_top_k is set without sample");
+    if (planned.draft_top_k > 0 && !planned.sample)
+      return Invalid(where, ".draft_top_k is set without sample");
     if (planned.prompt_logprobs > limits_.max_logprobs) {
-      return Invalid(where, ".prompt_logprobs is ", planned.prompt_logprobs, ", the most is ", limits_.max_logprobs);
+      return Invalid(where, ".prompt_logprobs is ", planned.prompt_logprobs, ", the most is ",
+                     limits_.max_logprobs);
     }
     if (planned.prompt_logprobs > 0 && !planned.sample) {
       if (chunk.next_token() >= limits_.vocab_size) {
-        return Invalid(where, ".next_token is ", chunk.next_token(), ", the vocabulary has ", limits_.vocab_size);
+        return Invalid(where, ".next_token is ", chunk.next_token(), ", the vocabulary has ",
+                       limits_.vocab_size);
       }
       planned.next_token = static_cast<int32_t>(chunk.next_token());
     }
@@ -182,11 +192,13 @@ class Planner {
     PlannedSequence planned;
     planned.tree = true;
     if (tree.tokens_size() > limits_.max_tree_nodes) {
-      return Invalid(where, ".tokens has ", tree.tokens_size(), " nodes, the most is ", limits_.max_tree_nodes);
+      return Invalid(where, ".tokens has ", tree.tokens_size(), " nodes, the most is ",
+                     limits_.max_tree_nodes);
     }
     KDT_RETURN_IF_ERROR(AddRows(where, tree, &planned));
     if (tree.parents_size() != tree.tokens_size() - 1) {
-      return Invalid(where, ".parents has ", tree.parents_size(), " entries for ", tree.tokens_size(), " nodes");
+      return Invalid(where, ".parents has ", tree.parents_size(), " entries for ", tree.tokens_size(),
+                     " nodes");
     }
     planned.parents.push_back(-1);
     planned.depths.push_back(0);
@@ -213,7 +225,8 @@ class Planner {
 
 }  // namespace
 
-absl::StatusOr<StepPlan> PlanStep(const v1::StepRequest& request, const StepLimits& limits, const KvPool& pool) {
+absl::StatusOr<StepPlan> PlanStep(const v1::StepRequest& request, const StepLimits& limits,
+                                  const KvPool& pool) {
   return Planner(request, limits, pool).Run();
 }
 

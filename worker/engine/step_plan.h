@@ -19,7 +19,7 @@ struct StepLimits {
   int64_t max_rows = 0;
   int64_t max_tree_nodes = 0;
   int64_t max_sequences = 0;
-  int64_t max_context = 0;     // positions a sequence may have
+  int64_t max_context = 0;      // positions a sequence may have
   int64_t max_draft_top_k = 0;  // 0: there is no drafter
   int64_t max_logprobs = 0;
 };
@@ -44,8 +44,8 @@ struct PlannedSequence {
   std::vector<int32_t> depths;   // trees: 0 for the root
   bool sample = false;           // chunks: draw behind the last row
   int64_t draft_top_k = 0;
-  int64_t prompt_logprobs = 0;   // chunks
-  int32_t next_token = -1;       // chunks: known token behind the last row
+  int64_t prompt_logprobs = 0;  // chunks
+  int32_t next_token = -1;      // chunks: known token behind the last row
 
   int64_t rows() const { return static_cast<int64_t>(tokens.size()); }
   // Position of row i.
@@ -59,8 +59,9 @@ struct StepPlan {
   std::vector<PlannedSequence> sequences;  // chunks, then trees
 };
 
-// INVALID_ARGUMENT, NOT_FOUND or OUT_OF_RANGE naming the field: ids, starts, token ids, parents, sampling parameters and
-// sizes. `pool` is the state before the step.
-absl::StatusOr<StepPlan> PlanStep(const v1::StepRequest& request, const StepLimits& limits, const KvPool& pool);
+// INVALID_ARGUMENT, NOT_FOUND or OUT_OF_RANGE naming the field: ids, starts, token ids, parents, sampling
+// parameters and sizes. `pool` is the state before the step.
+absl::StatusOr<StepPlan> PlanStep(const v1::StepRequest& request, const StepLimits& limits,
+                                  const KvPool& pool);
 
 }  // namespace kdt

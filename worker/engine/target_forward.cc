@@ -13,8 +13,9 @@ using kernels::Tensor;
 
 absl::StatusOr<std::unique_ptr<TargetForward>> TargetForward::Create(kernels::Backend* backend,
                                                                      const ModelConfig* config,
-                                                                     const TargetWeights* weights, const KvStorage* kv,
-                                                                     Shard shard, int64_t max_rows) {
+                                                                     const TargetWeights* weights,
+                                                                     const KvStorage* kv, Shard shard,
+                                                                     int64_t max_rows) {
   auto forward = std::unique_ptr<TargetForward>(new TargetForward);
   forward->backend_ = backend;
   forward->config_ = config;
@@ -107,21 +108,23 @@ absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTime
   const Tensor kv_latent = qkv_a.Columns(q_lora, latent);
   KDT_RETURN_IF_ERROR(backend_->RmsNorm({q_latent, {}, layer.q_a_norm, eps, q_latent}));
   KDT_RETURN_IF_ERROR(backend_->RmsNorm({kv_latent, {}, layer.kv_a_norm, eps, kv_latent}));
-  KDT_RETURN_IF_ERROR(backend_->Rope({qkv_a.Columns(q_lora + latent, rope), 1, rope, 0, rope, rows.positions,
-                                      weights_->rope_inv_freq, rope_factor_, kernels::RopeLayout::kInterleaved}));
+  KDT_RETURN_IF_ERROR(
+      backend_->Rope({qkv_a.Columns(q_lora + latent, rope), 1, rope, 0, rope, rows.positions,
+                      weights_->rope_inv_freq, rope_factor_, kernels::RopeLayout::kInterleaved}));
   KDT_RETURN_IF_ERROR(backend_->KvWrite({qkv_a.Columns(q_lora, latent + rope), rows.slots, kv_->Layer(l)}));
 
   const Tensor q = MakeTensor(q_.data(), dtype, n, heads_ * (nope + rope));
   KDT_RETURN_IF_ERROR(backend_->Gemm({q_latent, layer.q_b, q}));
-  KDT_RETURN_IF_ERROR(backend_->Rope({q, heads_, nope + rope, nope, rope, rows.positions, weights_->rope_inv_freq,
-                                      rope_factor_, kernels::RopeLayout::kInterleaved}));
+  KDT_RETURN_IF_ERROR(
+      backend_->Rope({q, heads_, nope + rope, nope, rope, rows.positions, weights_->rope_inv_freq,
+                      rope_factor_, kernels::RopeLayout::kInterleaved}));
   const Tensor absorbed = MakeTensor(absorbed_.data(), dtype, n, heads_ * (latent + rope));
   KDT_RETURN_IF_ERROR(backend_->AbsorbQuery({q, layer.kv_b, heads_, nope, rope, v, latent, absorbed}));
 
   const Tensor attended = MakeTensor(attended_.data(), dtype, n, heads_ * latent);
-  KDT_RETURN_IF_ERROR(backend_->VerifyAttention({absorbed, kv_->Layer(l), heads_, latent, rope, softmax_scale_,
-                                                 rows.sequences, rows.row_begin, rows.context_length, rows.causal,
-                                                 rows.slot_table, rows.table_stride, rows.ancestor_bits, attended}));
+  KDT_RETURN_IF_ERROR(backend_->VerifyAttention(
+      {absorbed, kv_->Layer(l), heads_, latent, rope, softmax_scale_, rows.sequences, rows.row_begin,
+       rows.context_length, rows.causal, rows.slot_table, rows.table_stride, rows.ancestor_bits, attended}));
   const Tensor values = MakeTensor(values_.data(), dtype, n, heads_ * v);
   KDT_RETURN_IF_ERROR(backend_->AbsorbValue({attended, layer.kv_b, heads_, nope, v, latent, values}));
   return backend_->Gemm({values, layer.o, MakeTensor(branch_.data(), dtype, n, config_->hidden_size)});
@@ -151,14 +154,16 @@ absl::Status TargetForward::Moe(const TargetLayerWeights& layer, int64_t n, bool
   const kernels::DType dtype = backend_->activation_dtype();
   const Tensor normed = MakeTensor(normed_.data(), dtype, n, config_->hidden_size);
   const int64_t top_k = config_->num_experts_per_tok;
-  KDT_RETURN_IF_ERROR(backend_->Router({normed, layer.router, layer.router_bias, top_k, config_->norm_topk_prob,
-                                        static_cast<float>(config_->routed_scaling_factor), expert_ids_.as<int32_t>(),
-                                        expert_weights_.as<float>()}));
+  KDT_RETURN_IF_ERROR(
+      backend_->Router({normed, layer.router, layer.router_bias, top_k, config_->norm_topk_prob,
+                        static_cast<float>(config_->routed_scaling_factor), expert_ids_.as<int32_t>(),
+                        expert_weights_.as<float>()}));
   return backend_->Moe({normed, layer.experts, expert_ids_.as<int32_t>(), expert_weights_.as<float>(), top_k,
                         MakeTensor(branch_.data(), dtype, n, config_->hidden_size), accumulate});
 }
 
-absl::StatusOr<Tensor> TargetForward::Logits(const int32_t* rows, const int32_t* iota, int64_t count, bool all) {
+absl::StatusOr<Tensor> TargetForward::Logits(const int32_t* rows, const int32_t* iota, int64_t count,
+                                             bool all) {
   KDT_CHECK(count > 0 && count <= max_rows_);
   const kernels::DType dtype = backend_->activation_dtype();
   const int64_t hidden = config_->hidden_size;
@@ -169,8 +174,8 @@ absl::StatusOr<Tensor> TargetForward::Logits(const int32_t* rows, const int32_t*
   }
   const Tensor residual = MakeTensor(residual_.data(), dtype, count, hidden);
   const Tensor normed = MakeTensor(normed_.data(), dtype, count, hidden);
-  KDT_RETURN_IF_ERROR(
-      backend_->RmsNorm({residual, {}, weights_->final_norm, static_cast<float>(config_->rms_norm_eps), normed}));
+  KDT_RETURN_IF_ERROR(backend_->RmsNorm(
+      {residual, {}, weights_->final_norm, static_cast<float>(config_->rms_norm_eps), normed}));
   const Tensor logits = MakeTensor(logits_.data(), kernels::DType::kF32, count, weights_->lm_head.rows);
   KDT_RETURN_IF_ERROR(backend_->Gemm({normed, weights_->lm_head, logits}));
   return logits;

@@ -1,6 +1,7 @@
-// The target's forward over the rows of a step: embedding, MLA and MLP layers, logits of chosen rows (design.md section
-// 3 says what a step is; the op headers hold the formulas). Written against kernels::Backend alone: every address is fixed
-// at Create, only row counts vary, so that a backend may capture it.
+// The target's forward over the rows of a step: embedding, MLA and MLP layers, logits of chosen rows
+// (design.md section 3 says what a step is; the op headers hold the formulas). Written against
+// kernels::Backend alone: every address is fixed at Create, only row counts vary, so that a backend may
+// capture it.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,8 @@
 
 namespace kdt {
 
-// The rows of one step; all pointers are the backend's memory. Sequence s has rows row_begin[s] .. row_begin[s + 1].
+// The rows of one step; all pointers are the backend's memory. Sequence s has rows row_begin[s] ..
+// row_begin[s + 1].
 struct StepRows {
   int64_t rows = 0;
   int64_t sequences = 0;
@@ -39,15 +41,18 @@ class TargetForward {
   using LayerHook = std::function<absl::Status(int64_t layer, const kernels::Tensor& residual)>;
 
   // Everything passed by pointer outlives the object. At most `max_rows` rows a step.
-  static absl::StatusOr<std::unique_ptr<TargetForward>> Create(kernels::Backend* backend, const ModelConfig* config,
-                                                               const TargetWeights* weights, const KvStorage* kv,
-                                                               Shard shard, int64_t max_rows);
+  static absl::StatusOr<std::unique_ptr<TargetForward>> Create(kernels::Backend* backend,
+                                                               const ModelConfig* config,
+                                                               const TargetWeights* weights,
+                                                               const KvStorage* kv, Shard shard,
+                                                               int64_t max_rows);
 
   // Writes the rows' K/V and leaves their final residual stream behind.
   absl::Status Run(const StepRows& rows, Collective& collective, const LayerHook& hook, PhaseTimes* times);
 
-  // Logits of `count` of the rows just run, f32 [count, vocab_local]; may be called once after Run. `rows` (strictly
-  // rising) and `iota` (0, 1, ...) lie in the backend's memory; `all`: they are simply the first `count` rows.
+  // Logits of `count` of the rows just run, f32 [count, vocab_local]; may be called once after Run. `rows`
+  // (strictly rising) and `iota` (0, 1, ...) lie in the backend's memory; `all`: they are simply the first
+  // `count` rows.
   absl::StatusOr<kernels::Tensor> Logits(const int32_t* rows, const int32_t* iota, int64_t count, bool all);
 
   // Embeds ids (summed over ranks) into `out` [rows, hidden]; the drafter shares it.
@@ -79,7 +84,7 @@ class TargetForward {
   kernels::Buffer values_;                      // heads * v
   kernels::Buffer gate_up_, act_;               // 2 * widest inner, widest inner
   kernels::Buffer expert_ids_, expert_weights_;
-  kernels::Buffer logits_;                      // f32 vocab_local
+  kernels::Buffer logits_;  // f32 vocab_local
 };
 
 }  // namespace kdt

@@ -18,7 +18,8 @@ absl::Status LoadMlp(const std::string& prefix, int64_t hidden, int64_t inner, W
   const Part gate_up[] = {{prefix + "gate_proj.weight", inner, hidden, Split::kRows},
                           {prefix + "up_proj.weight", inner, hidden, Split::kRows}};
   KDT_ASSIGN_OR_RETURN(layer->gate_up, loader.Matrix(gate_up));
-  KDT_ASSIGN_OR_RETURN(layer->down, loader.Matrix({prefix + "down_proj.weight", hidden, inner, Split::kColumns}));
+  KDT_ASSIGN_OR_RETURN(layer->down,
+                       loader.Matrix({prefix + "down_proj.weight", hidden, inner, Split::kColumns}));
   return absl::OkStatus();
 }
 
@@ -26,11 +27,13 @@ absl::Status LoadAttention(const ModelConfig& config, const std::string& prefix,
                            TargetLayerWeights* layer) {
   const int64_t heads = config.num_attention_heads;
   const int64_t hidden = config.hidden_size;
-  const Part qkv_a[] = {{prefix + "q_a_proj.weight", config.q_lora_rank, hidden},
-                        {prefix + "kv_a_proj_with_mqa.weight", config.kv_lora_rank + config.qk_rope_head_dim, hidden}};
+  const Part qkv_a[] = {
+      {prefix + "q_a_proj.weight", config.q_lora_rank, hidden},
+      {prefix + "kv_a_proj_with_mqa.weight", config.kv_lora_rank + config.qk_rope_head_dim, hidden}};
   KDT_ASSIGN_OR_RETURN(layer->qkv_a, loader.Matrix(qkv_a));
   KDT_ASSIGN_OR_RETURN(layer->q_a_norm, loader.Vector(prefix + "q_a_layernorm.weight", config.q_lora_rank));
-  KDT_ASSIGN_OR_RETURN(layer->kv_a_norm, loader.Vector(prefix + "kv_a_layernorm.weight", config.kv_lora_rank));
+  KDT_ASSIGN_OR_RETURN(layer->kv_a_norm,
+                       loader.Vector(prefix + "kv_a_layernorm.weight", config.kv_lora_rank));
   KDT_ASSIGN_OR_RETURN(layer->q_b, loader.Matrix({prefix + "q_b_proj.weight", heads * config.QkHeadDim(),
                                                   config.q_lora_rank, Split::kRows}));
   KDT_ASSIGN_OR_RETURN(
@@ -38,15 +41,16 @@ absl::Status LoadAttention(const ModelConfig& config, const std::string& prefix,
       loader.Matrix({prefix + "kv_b_proj.weight", heads * (config.qk_nope_head_dim + config.v_head_dim),
                      config.kv_lora_rank, Split::kRows}));
   layer->kv_b = kv_b.bf16();
-  KDT_ASSIGN_OR_RETURN(
-      layer->o, loader.Matrix({prefix + "o_proj.weight", hidden, heads * config.v_head_dim, Split::kColumns}));
+  KDT_ASSIGN_OR_RETURN(layer->o, loader.Matrix({prefix + "o_proj.weight", hidden, heads * config.v_head_dim,
+                                                Split::kColumns}));
   return absl::OkStatus();
 }
 
 absl::Status LoadMoe(const ModelConfig& config, const std::string& prefix, WeightLoader& loader,
                      TargetLayerWeights* layer) {
   const int64_t hidden = config.hidden_size;
-  KDT_ASSIGN_OR_RETURN(layer->router, loader.Matrix({prefix + "gate.weight", config.n_routed_experts, hidden}));
+  KDT_ASSIGN_OR_RETURN(layer->router,
+                       loader.Matrix({prefix + "gate.weight", config.n_routed_experts, hidden}));
   KDT_ASSIGN_OR_RETURN(layer->router_bias,
                        loader.FloatVector(prefix + "gate.e_score_correction_bias", config.n_routed_experts));
   if (config.n_shared_experts > 0) {
@@ -64,8 +68,8 @@ absl::StatusOr<TargetWeights> LoadTargetWeights(const ModelConfig& config, Weigh
   const int64_t hidden = config.hidden_size;
   const std::string model = config.tensor_prefix + "model.";
   TargetWeights weights;
-  KDT_ASSIGN_OR_RETURN(weights.embedding,
-                       loader.Matrix({model + "embed_tokens.weight", config.vocab_size, hidden, Split::kRows}));
+  KDT_ASSIGN_OR_RETURN(weights.embedding, loader.Matrix({model + "embed_tokens.weight", config.vocab_size,
+                                                         hidden, Split::kRows}));
   weights.vocab_begin = loader.shard().Begin(config.vocab_size);
   KDT_ASSIGN_OR_RETURN(weights.rope_inv_freq, loader.Constants(config.rope.InvFreq()));
   for (int64_t l = 0; l < config.num_hidden_layers; ++l) {
@@ -82,8 +86,8 @@ absl::StatusOr<TargetWeights> LoadTargetWeights(const ModelConfig& config, Weigh
     weights.layers.push_back(layer);
   }
   KDT_ASSIGN_OR_RETURN(weights.final_norm, loader.Vector(model + "norm.weight", hidden));
-  KDT_ASSIGN_OR_RETURN(weights.lm_head, loader.Matrix({config.tensor_prefix + "lm_head.weight", config.vocab_size,
-                                                       hidden, Split::kRows}));
+  KDT_ASSIGN_OR_RETURN(weights.lm_head, loader.Matrix({config.tensor_prefix + "lm_head.weight",
+                                                       config.vocab_size, hidden, Split::kRows}));
   weights.buffers = loader.TakeBuffers();
   return weights;
 }

@@ -30,8 +30,8 @@ void WeightLoader::Count(uint64_t bytes) {
   if (mode_ == Mode::kCopy && progress_) progress_(bytes_, total_);
 }
 
-absl::Status WeightLoader::Copy(const TensorView& tensor, int64_t row_begin, int64_t rows, int64_t source_row_bytes,
-                                int64_t byte_begin, int64_t row_bytes, char* to) {
+absl::Status WeightLoader::Copy(const TensorView& tensor, int64_t row_begin, int64_t rows,
+                                int64_t source_row_bytes, int64_t byte_begin, int64_t row_bytes, char* to) {
   if (mode_ == Mode::kPlan) {
     Count(rows * row_bytes);
     return absl::OkStatus();
@@ -45,7 +45,8 @@ absl::Status WeightLoader::Copy(const TensorView& tensor, int64_t row_begin, int
     } else {
       staging_.resize(count * row_bytes);
       for (int64_t i = 0; i < count; ++i) {
-        std::memcpy(staging_.data() + i * row_bytes, source.data() + i * source_row_bytes + byte_begin, row_bytes);
+        std::memcpy(staging_.data() + i * row_bytes, source.data() + i * source_row_bytes + byte_begin,
+                    row_bytes);
       }
       KDT_RETURN_IF_ERROR(backend_->Upload(to, staging_.data(), staging_.size()));
     }
@@ -57,7 +58,8 @@ absl::Status WeightLoader::Copy(const TensorView& tensor, int64_t row_begin, int
 }
 
 absl::Status WeightLoader::CopyPart(const Part& part, char* to) {
-  KDT_ASSIGN_OR_RETURN(const TensorView tensor, checkpoint_->Find(part.name, DType::kBF16, {part.out, part.in}));
+  KDT_ASSIGN_OR_RETURN(const TensorView tensor,
+                       checkpoint_->Find(part.name, DType::kBF16, {part.out, part.in}));
   const bool rows = part.split == Split::kRows;
   const bool columns = part.split == Split::kColumns;
   return Copy(tensor, rows ? shard_.Begin(part.out) : 0, rows ? shard_.Count(part.out) : part.out,
@@ -86,8 +88,7 @@ absl::StatusOr<kernels::Tensor> WeightLoader::ColumnRange(const std::string& nam
                                                           int64_t begin, int64_t count) {
   KDT_ASSIGN_OR_RETURN(const TensorView tensor, checkpoint_->Find(name, DType::kBF16, {out, in}));
   KDT_ASSIGN_OR_RETURN(char* data, Allocate(out * count * kBf16Bytes));
-  KDT_RETURN_IF_ERROR(
-      Copy(tensor, 0, out, in * kBf16Bytes, begin * kBf16Bytes, count * kBf16Bytes, data));
+  KDT_RETURN_IF_ERROR(Copy(tensor, 0, out, in * kBf16Bytes, begin * kBf16Bytes, count * kBf16Bytes, data));
   return kernels::MakeTensor(data, kernels::DType::kBF16, out, count);
 }
 
@@ -120,8 +121,8 @@ absl::StatusOr<const float*> WeightLoader::Constants(std::span<const float> valu
   return reinterpret_cast<const float*>(data);
 }
 
-absl::Status WeightLoader::CopyInt4(const std::string& name, int64_t out, int64_t in, Split split, char* packed,
-                                    char* scale) {
+absl::Status WeightLoader::CopyInt4(const std::string& name, int64_t out, int64_t in, Split split,
+                                    char* packed, char* scale) {
   const int64_t words = in / kInt4PerWord;
   const int64_t groups = in / kernels::kInt4Group;
   KDT_ASSIGN_OR_RETURN(const TensorView shape, checkpoint_->Find(name + ".weight_shape", DType::kI32, {2}));
@@ -130,8 +131,10 @@ absl::Status WeightLoader::CopyInt4(const std::string& name, int64_t out, int64_
     return absl::InvalidArgumentError(absl::StrCat(shape.name, " is [", extents[0], ", ", extents[1],
                                                    "], but the config asks for [", out, ", ", in, "]"));
   }
-  KDT_ASSIGN_OR_RETURN(const TensorView q, checkpoint_->Find(name + ".weight_packed", DType::kI32, {out, words}));
-  KDT_ASSIGN_OR_RETURN(const TensorView s, checkpoint_->Find(name + ".weight_scale", DType::kBF16, {out, groups}));
+  KDT_ASSIGN_OR_RETURN(const TensorView q,
+                       checkpoint_->Find(name + ".weight_packed", DType::kI32, {out, words}));
+  KDT_ASSIGN_OR_RETURN(const TensorView s,
+                       checkpoint_->Find(name + ".weight_scale", DType::kBF16, {out, groups}));
   if (split == Split::kRows) {
     const int64_t begin = shard_.Begin(out);
     const int64_t rows = shard_.Count(out);
@@ -140,12 +143,12 @@ absl::Status WeightLoader::CopyInt4(const std::string& name, int64_t out, int64_
   }
   KDT_RETURN_IF_ERROR(Copy(q, 0, out, words * kWordBytes, shard_.Begin(words) * kWordBytes,
                            shard_.Count(words) * kWordBytes, packed));
-  return Copy(s, 0, out, groups * kBf16Bytes, shard_.Begin(groups) * kBf16Bytes, shard_.Count(groups) * kBf16Bytes,
-              scale);
+  return Copy(s, 0, out, groups * kBf16Bytes, shard_.Begin(groups) * kBf16Bytes,
+              shard_.Count(groups) * kBf16Bytes, scale);
 }
 
-absl::StatusOr<kernels::Int4Experts> WeightLoader::Experts(const std::string& prefix, int64_t experts, int64_t hidden,
-                                                           int64_t inner) {
+absl::StatusOr<kernels::Int4Experts> WeightLoader::Experts(const std::string& prefix, int64_t experts,
+                                                           int64_t hidden, int64_t inner) {
   const int64_t local = shard_.Count(inner);
   // Bytes of one expert's matrices; gate and up have one shape, [local, hidden], down has [hidden, local].
   const int64_t packed_bytes = local * hidden / kInt4PerWord * kWordBytes;
@@ -157,13 +160,13 @@ absl::StatusOr<kernels::Int4Experts> WeightLoader::Experts(const std::string& pr
   const auto at = [](char* base, int64_t offset) { return base == nullptr ? nullptr : base + offset; };
   for (int64_t e = 0; e < experts; ++e) {
     const std::string name = absl::StrCat(prefix, e, ".");
-    KDT_RETURN_IF_ERROR(CopyInt4(name + "gate_proj", inner, hidden, Split::kRows, at(gate_up, 2 * e * packed_bytes),
-                                 at(gate_up_scale, 2 * e * scale_bytes)));
+    KDT_RETURN_IF_ERROR(CopyInt4(name + "gate_proj", inner, hidden, Split::kRows,
+                                 at(gate_up, 2 * e * packed_bytes), at(gate_up_scale, 2 * e * scale_bytes)));
     KDT_RETURN_IF_ERROR(CopyInt4(name + "up_proj", inner, hidden, Split::kRows,
                                  at(gate_up, (2 * e + 1) * packed_bytes),
                                  at(gate_up_scale, (2 * e + 1) * scale_bytes)));
-    KDT_RETURN_IF_ERROR(CopyInt4(name + "down_proj", hidden, inner, Split::kColumns, at(down, e * packed_bytes),
-                                 at(down_scale, e * scale_bytes)));
+    KDT_RETURN_IF_ERROR(CopyInt4(name + "down_proj", hidden, inner, Split::kColumns,
+                                 at(down, e * packed_bytes), at(down_scale, e * scale_bytes)));
   }
   kernels::Int4Experts result;
   result.experts = experts;

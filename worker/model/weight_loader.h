@@ -1,9 +1,9 @@
-// Copies one rank's slices of a mapped checkpoint into a backend's memory. Pages of the files are dropped as soon as
-// they have been copied, so that the process holds the weights once.
+// Copies one rank's slices of a mapped checkpoint into a backend's memory. Pages of the files are dropped as
+// soon as they have been copied, so that the process holds the weights once.
 //
-// The same loading code runs twice. A planning loader checks that every tensor is there with the right dtype and shape and
-// adds up the bytes, copying nothing (data pointers stay null); a second one copies. So a broken checkpoint is refused
-// before the first byte is copied, and progress knows its total.
+// The same loading code runs twice. A planning loader checks that every tensor is there with the right dtype
+// and shape and adds up the bytes, copying nothing (data pointers stay null); a second one copies. So a
+// broken checkpoint is refused before the first byte is copied, and progress knows its total.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,8 @@ class WeightLoader {
     Split split = Split::kNone;
   };
 
-  // `backend` owns the memory and outlives the buffers. `loaded` continues over several loaders (target, then drafter).
+  // `backend` owns the memory and outlives the buffers. `loaded` continues over several loaders (target, then
+  // drafter).
   WeightLoader(Mode mode, kernels::Backend* backend, Shard shard, LoadProgress progress, uint64_t total_bytes)
       : mode_(mode), backend_(backend), shard_(shard), progress_(std::move(progress)), total_(total_bytes) {}
 
@@ -52,7 +53,8 @@ class WeightLoader {
   absl::StatusOr<const float*> FloatVector(const std::string& name, int64_t n);
   // Values computed here.
   absl::StatusOr<const float*> Constants(std::span<const float> values);
-  // `prefix`E.{gate,up,down}_proj.weight_{packed,scale,shape}: each expert's inner width is cut among the ranks.
+  // `prefix`E.{gate,up,down}_proj.weight_{packed,scale,shape}: each expert's inner width is cut among the
+  // ranks.
   absl::StatusOr<kernels::Int4Experts> Experts(const std::string& prefix, int64_t experts, int64_t hidden,
                                                int64_t inner);
 
@@ -61,13 +63,14 @@ class WeightLoader {
 
  private:
   absl::StatusOr<char*> Allocate(uint64_t bytes);
-  // Copies rows [row_begin, row_begin + rows), bytes [byte_begin, byte_begin + row_bytes) of each, of a tensor whose rows
-  // have `source_row_bytes`, to `to` without gaps. Counts bytes in either mode.
+  // Copies rows [row_begin, row_begin + rows), bytes [byte_begin, byte_begin + row_bytes) of each, of a
+  // tensor whose rows have `source_row_bytes`, to `to` without gaps. Counts bytes in either mode.
   absl::Status Copy(const TensorView& tensor, int64_t row_begin, int64_t rows, int64_t source_row_bytes,
                     int64_t byte_begin, int64_t row_bytes, char* to);
   absl::Status CopyPart(const Part& part, char* to);
   // One packed tensor of an expert with its scales.
-  absl::Status CopyInt4(const std::string& name, int64_t out, int64_t in, Split split, char* packed, char* scale);
+  absl::Status CopyInt4(const std::string& name, int64_t out, int64_t in, Split split, char* packed,
+                        char* scale);
   void Count(uint64_t bytes);
 
   Mode mode_;

@@ -1,6 +1,6 @@
-// Changes to logits that depend on a sequence's tokens: repetition, frequency and presence penalties, logit bias, and the
-// mask of stop tokens while fewer than min_tokens are generated. Every row of a tree is edited with the history along the
-// path to its node, so speculation sees what plain decoding would see.
+// Changes to logits that depend on a sequence's tokens: repetition, frequency and presence penalties, logit
+// bias, and the mask of stop tokens while fewer than min_tokens are generated. Every row of a tree is edited
+// with the history along the path to its node, so speculation sees what plain decoding would see.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace kdt {
 
-// A sequence's parameters and committed tokens, with counts of the tokens that this rank's part of the vocabulary holds.
+// A sequence's parameters and committed tokens, with counts of the tokens that this rank's part of the
+// vocabulary holds.
 class SequenceSampling {
  public:
   // Ids in [vocab_begin, vocab_begin + vocab_local) are this rank's.
@@ -52,9 +53,11 @@ class LogitEditor {
   LogitEditor(int64_t vocab_begin, int64_t vocab_local)
       : vocab_begin_(vocab_begin), path_count_(vocab_local, 0), on_path_(vocab_local, 0) {}
 
-  // Edits this rank's logits [vocab_local] for the token at `position`, where `path` are the tokens between the committed
-  // ones and that position (read only when a penalty is set). Order: penalties, bias, min_tokens mask (-infinity).
-  void Apply(const SequenceSampling& sequence, std::span<const int32_t> path, int64_t position, float* logits);
+  // Edits this rank's logits [vocab_local] for the token at `position`, where `path` are the tokens between
+  // the committed ones and that position (read only when a penalty is set). Order: penalties, bias,
+  // min_tokens mask (-infinity).
+  void Apply(const SequenceSampling& sequence, std::span<const int32_t> path, int64_t position,
+             float* logits);
 
  private:
   void Penalize(const SamplingParams& params, int32_t generated, float* logit) const;

@@ -30,7 +30,9 @@ class Reader {
   const uint32_t* at_;
 };
 
-bool DrawsLocally(const SampleRow& row) { return row.sequence != nullptr && !row.sequence->params().Truncates(); }
+bool DrawsLocally(const SampleRow& row) {
+  return row.sequence != nullptr && !row.sequence->params().Truncates();
+}
 bool Truncates(const SampleRow& row) { return row.sequence != nullptr && row.sequence->params().Truncates(); }
 
 }  // namespace
@@ -45,8 +47,8 @@ Sampler::Sampler(kernels::Backend* backend, Shard shard, int64_t vocab_size)
       editor_(vocab_begin_, vocab_local_),
       gather_(backend) {}
 
-absl::StatusOr<std::unique_ptr<Sampler>> Sampler::Create(kernels::Backend* backend, Shard shard, int64_t vocab_size,
-                                                         int64_t max_rows) {
+absl::StatusOr<std::unique_ptr<Sampler>> Sampler::Create(kernels::Backend* backend, Shard shard,
+                                                         int64_t vocab_size, int64_t max_rows) {
   auto sampler = std::unique_ptr<Sampler>(new Sampler(backend, shard, vocab_size));
   KDT_RETURN_IF_ERROR(sampler->Allocate(sampler->raw_, max_rows));
   KDT_RETURN_IF_ERROR(sampler->Allocate(sampler->adjusted_, max_rows));
@@ -58,7 +60,8 @@ absl::StatusOr<std::unique_ptr<Sampler>> Sampler::Create(kernels::Backend* backe
   }
   KDT_ASSIGN_OR_RETURN(sampler->whole_row_, Buffer::Make(*backend, vocab_size * sizeof(float)));
   // The largest record: both kinds of k best, and a few words.
-  if (shard.size > 1) KDT_RETURN_IF_ERROR(sampler->gather_.Reserve(max_rows * (4 * kMaxTopK + 8), shard.size));
+  if (shard.size > 1)
+    KDT_RETURN_IF_ERROR(sampler->gather_.Reserve(max_rows * (4 * kMaxTopK + 8), shard.size));
   return sampler;
 }
 
@@ -88,21 +91,24 @@ absl::Status Sampler::RunTopK(const Tensor& logits, const K& k, TopK& top) {
     const int64_t n = end - begin;
     int32_t* ids = top.ids.as<int32_t>() + begin * kMaxTopK;
     float* values = top.values.as<float>() + begin * kMaxTopK;
-    KDT_RETURN_IF_ERROR(backend_->LogitsTopK({logits.Rows(begin, n), vocab_begin_, count_k, top.max.as<float>() + begin,
-                                              top.sum_exp.as<float>() + begin, top.bad.as<uint8_t>() + begin, ids,
-                                              values}));
-    KDT_RETURN_IF_ERROR(backend_->Download(top.host_max.data() + begin, top.max.as<float>() + begin, n * sizeof(float)));
+    KDT_RETURN_IF_ERROR(
+        backend_->LogitsTopK({logits.Rows(begin, n), vocab_begin_, count_k, top.max.as<float>() + begin,
+                              top.sum_exp.as<float>() + begin, top.bad.as<uint8_t>() + begin, ids, values}));
+    KDT_RETURN_IF_ERROR(
+        backend_->Download(top.host_max.data() + begin, top.max.as<float>() + begin, n * sizeof(float)));
     KDT_RETURN_IF_ERROR(
         backend_->Download(top.host_sum.data() + begin, top.sum_exp.as<float>() + begin, n * sizeof(float)));
     KDT_RETURN_IF_ERROR(backend_->Download(top.host_bad.data() + begin, top.bad.as<uint8_t>() + begin, n));
     if (count_k == 0) continue;
-    // The device's rows are count_k apart, the host's kMaxTopK: spread from the last row, which moves furthest.
+    // The device's rows are count_k apart, the host's kMaxTopK: spread from the last row, which moves
+    // furthest.
     int32_t* host_ids = top.host_ids.data() + begin * kMaxTopK;
     float* host_values = top.host_values.data() + begin * kMaxTopK;
     KDT_RETURN_IF_ERROR(backend_->Download(host_ids, ids, n * count_k * sizeof(int32_t)));
     KDT_RETURN_IF_ERROR(backend_->Download(host_values, values, n * count_k * sizeof(float)));
     for (int64_t i = n - 1; i > 0; --i) {
-      std::copy_backward(host_ids + i * count_k, host_ids + (i + 1) * count_k, host_ids + i * kMaxTopK + count_k);
+      std::copy_backward(host_ids + i * count_k, host_ids + (i + 1) * count_k,
+                         host_ids + i * kMaxTopK + count_k);
       std::copy_backward(host_values + i * count_k, host_values + (i + 1) * count_k,
                          host_values + i * kMaxTopK + count_k);
     }
@@ -156,8 +162,9 @@ absl::Status Sampler::DrawLocal(const Tensor& logits, std::span<const SampleRow>
     }
     if (!draws) continue;
     KDT_RETURN_IF_ERROR(backend_->GumbelArgmax(
-        {logits.Rows(begin, end - begin), vocab_begin_, temperature_.as<float>() + begin, seed_.as<uint64_t>() + begin,
-         position_.as<int64_t>() + begin, drawn_id_.as<int32_t>() + begin, drawn_value_.as<float>() + begin}));
+        {logits.Rows(begin, end - begin), vocab_begin_, temperature_.as<float>() + begin,
+         seed_.as<uint64_t>() + begin, position_.as<int64_t>() + begin, drawn_id_.as<int32_t>() + begin,
+         drawn_value_.as<float>() + begin}));
   }
   host_drawn_id_.resize(n);
   host_drawn_value_.resize(n);
@@ -206,7 +213,8 @@ absl::Status Sampler::Pack(const Tensor& logits, std::span<const SampleRow> rows
   return absl::OkStatus();
 }
 
-void Sampler::Merge(std::span<const uint32_t> words, std::span<const SampleRow> rows, std::vector<SampledRow>* out) {
+void Sampler::Merge(std::span<const uint32_t> words, std::span<const SampleRow> rows,
+                    std::vector<SampledRow>* out) {
   const size_t per_rank = words.size() / shard_.size;
   log_sum_exp_.assign(rows.size(), 0);
   adjusted_sum_.assign(rows.size(), kEmptyLogSum);
@@ -235,7 +243,8 @@ void Sampler::Merge(std::span<const uint32_t> words, std::span<const SampleRow> 
         const int32_t id = reader.Int();
         const float value = reader.Float();
         const float id_raw = reader.Float();
-        if (id >= 0 && (result.token < 0 || value > drawn_value)) {  // ranks rise with ids: a tie stays with the lower
+        if (id >= 0 &&
+            (result.token < 0 || value > drawn_value)) {  // ranks rise with ids: a tie stays with the lower
           result.token = id;
           drawn_value = value;
           raw = id_raw;
@@ -261,8 +270,8 @@ void Sampler::Merge(std::span<const uint32_t> words, std::span<const SampleRow> 
         tops.push_back({id, reader.Float()});
       }
     }
-    offset += 3 + (DrawsLocally(row) ? 3 : 0) + (Truncates(row) ? 2 + 2 * candidates_ : 0) + (row.given >= 0 ? 1 : 0) +
-              2 * std::max<int64_t>(top, 0);
+    offset += 3 + (DrawsLocally(row) ? 3 : 0) + (Truncates(row) ? 2 + 2 * candidates_ : 0) +
+              (row.given >= 0 ? 1 : 0) + 2 * std::max<int64_t>(top, 0);
 
     if (result.bad) continue;  // a NaN has no order
     if (Truncates(row)) {
@@ -286,7 +295,8 @@ void Sampler::Merge(std::span<const uint32_t> words, std::span<const SampleRow> 
     result.logprob = static_cast<float>(raw - log_sum_exp_[i]);
     std::sort(tops.begin(), tops.end());
     tops.resize(std::min<size_t>(tops.size(), row.top));
-    for (const Candidate& c : tops) result.top.emplace_back(c.id, static_cast<float>(c.value - log_sum_exp_[i]));
+    for (const Candidate& c : tops)
+      result.top.emplace_back(c.id, static_cast<float>(c.value - log_sum_exp_[i]));
   }
 }
 
@@ -305,13 +315,14 @@ absl::Status Sampler::DrawFromWholeRow(const Tensor& logits, int64_t row, const 
     kept = KeptCount(request.sequence->params(), {best.data(), static_cast<size_t>(sorted)}, vocab_size_,
                      adjusted_sum_[row].sum);
   }
-  out->token = DrawAmong({best.data(), static_cast<size_t>(*kept)}, request.sequence->params().seed, request.position);
+  out->token =
+      DrawAmong({best.data(), static_cast<size_t>(*kept)}, request.sequence->params().seed, request.position);
   return absl::OkStatus();
 }
 
 // The owner of a drawn token tells the others the model's logit of it.
-absl::Status Sampler::FetchDrawnLogits(const Tensor& logits, std::span<const SampleRow> rows, Collective& collective,
-                                       std::vector<SampledRow>* out) {
+absl::Status Sampler::FetchDrawnLogits(const Tensor& logits, std::span<const SampleRow> rows,
+                                       Collective& collective, std::vector<SampledRow>* out) {
   words_.clear();
   std::vector<size_t> asked;
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -339,13 +350,15 @@ absl::Status Sampler::Sample(const Tensor& logits, std::span<const SampleRow> ro
       logits, [&](int64_t i) { return std::max<int64_t>(0, std::min(rows[i].top, vocab_local_)); }, raw_));
   KDT_RETURN_IF_ERROR(EditLogits(logits, rows));
   if (std::any_of(rows.begin(), rows.end(), Truncates)) {
-    KDT_RETURN_IF_ERROR(RunTopK(logits, [&](int64_t i) { return Truncates(rows[i]) ? candidates_ : -1; }, adjusted_));
+    KDT_RETURN_IF_ERROR(RunTopK(
+        logits, [&](int64_t i) { return Truncates(rows[i]) ? candidates_ : -1; }, adjusted_));
   }
   if (std::any_of(rows.begin(), rows.end(), DrawsLocally)) KDT_RETURN_IF_ERROR(DrawLocal(logits, rows));
   KDT_RETURN_IF_ERROR(Pack(logits, rows));
   KDT_ASSIGN_OR_RETURN(const auto words, gather_.Gather(words_, collective));
   Merge(words, rows, out);
-  for (int64_t i : undecided_) KDT_RETURN_IF_ERROR(DrawFromWholeRow(logits, i, rows[i], collective, &(*out)[i]));
+  for (int64_t i : undecided_)
+    KDT_RETURN_IF_ERROR(DrawFromWholeRow(logits, i, rows[i], collective, &(*out)[i]));
   KDT_RETURN_IF_ERROR(FetchDrawnLogits(logits, rows, collective, out));
   // Everything masked: there is no token to draw.
   for (SampledRow& row : *out) row.bad |= row.token < 0;

@@ -1,8 +1,9 @@
-// Picks a token for each row of logits that each rank holds a vocabulary shard of. Ranks exchange one small record a row
-// (whole rows only where top_p needs them), and every rank comes to the same choice from the same gathered bytes.
+// Picks a token for each row of logits that each rank holds a vocabulary shard of. Ranks exchange one small
+// record a row (whole rows only where top_p needs them), and every rank comes to the same choice from the
+// same gathered bytes.
 //
-// Order of a draw: penalties, bias, min_tokens mask, temperature, top_k, top_p, min_p, then the keyed Gumbel argmax
-// (common/rng.h). Logprobs are log_softmax of the model's own logits.
+// Order of a draw: penalties, bias, min_tokens mask, temperature, top_k, top_p, min_p, then the keyed Gumbel
+// argmax (common/rng.h). Logprobs are log_softmax of the model's own logits.
 #pragma once
 
 #include <cstdint>
@@ -26,14 +27,16 @@ namespace kdt {
 // What is asked of a row: a draw (sequence set), or the logprob of a token that is known (given >= 0).
 struct SampleRow {
   const SequenceSampling* sequence = nullptr;
-  std::span<const int32_t> path;  // tokens between the committed ones and the drawn one; needed with penalties only
-  int64_t position = 0;           // absolute position of the drawn token
+  std::span<const int32_t>
+      path;              // tokens between the committed ones and the drawn one; needed with penalties only
+  int64_t position = 0;  // absolute position of the drawn token
   int32_t given = -1;
-  int64_t top = -1;               // how many best tokens to report beside the logprob; -1: no logprob at all
+  int64_t top = -1;  // how many best tokens to report beside the logprob; -1: no logprob at all
 };
 
 struct SampledRow {
-  bool bad = false;    // a NaN or infinity in the logits, or nothing left to draw from: the fields below mean nothing
+  bool bad =
+      false;  // a NaN or infinity in the logits, or nothing left to draw from: the fields below mean nothing
   int32_t token = -1;  // drawn or given
   float logprob = 0;
   std::vector<std::pair<int32_t, float>> top;  // best first
@@ -41,8 +44,8 @@ struct SampledRow {
 
 class Sampler {
  public:
-  static absl::StatusOr<std::unique_ptr<Sampler>> Create(kernels::Backend* backend, Shard shard, int64_t vocab_size,
-                                                         int64_t max_rows);
+  static absl::StatusOr<std::unique_ptr<Sampler>> Create(kernels::Backend* backend, Shard shard,
+                                                         int64_t vocab_size, int64_t max_rows);
 
   // logits: f32 [rows, vocab_local], changed in place. `out` gets one entry a row.
   absl::Status Sample(const kernels::Tensor& logits, std::span<const SampleRow> rows, Collective& collective,
@@ -72,8 +75,8 @@ class Sampler {
   void Merge(std::span<const uint32_t> words, std::span<const SampleRow> rows, std::vector<SampledRow>* out);
   absl::Status DrawFromWholeRow(const kernels::Tensor& logits, int64_t row, const SampleRow& request,
                                 Collective& collective, SampledRow* out);
-  absl::Status FetchDrawnLogits(const kernels::Tensor& logits, std::span<const SampleRow> rows, Collective& collective,
-                                std::vector<SampledRow>* out);
+  absl::Status FetchDrawnLogits(const kernels::Tensor& logits, std::span<const SampleRow> rows,
+                                Collective& collective, std::vector<SampledRow>* out);
 
   bool Owns(int32_t token) const { return token >= vocab_begin_ && token < vocab_begin_ + vocab_local_; }
 
@@ -91,13 +94,14 @@ class Sampler {
   std::vector<float> host_drawn_value_;
 
   LogitEditor editor_;
-  std::vector<std::vector<float>> raw_copies_;  // of rows that were changed and whose logprob is asked, else empty
+  std::vector<std::vector<float>>
+      raw_copies_;  // of rows that were changed and whose logprob is asked, else empty
   std::vector<uint32_t> words_;
   WordGather gather_;
   kernels::Buffer whole_row_;
   std::vector<double> log_sum_exp_;  // of the model's logits, by row
   std::vector<LogSum> adjusted_sum_;
-  std::vector<int64_t> undecided_;   // truncated rows whose kept tokens are not proven by the candidates
+  std::vector<int64_t> undecided_;  // truncated rows whose kept tokens are not proven by the candidates
 };
 
 }  // namespace kdt

@@ -14,8 +14,8 @@ absl::Status Bad(const char* field, const char* range, double value) {
 }
 
 absl::Status BadId(const char* field, uint32_t id, int64_t vocab_size) {
-  return absl::InvalidArgumentError(
-      absl::StrCat("sampling.", field, ": token id ", id, " is not below the vocabulary's size ", vocab_size));
+  return absl::InvalidArgumentError(absl::StrCat("sampling.", field, ": token id ", id,
+                                                 " is not below the vocabulary's size ", vocab_size));
 }
 
 }  // namespace
@@ -37,9 +37,11 @@ absl::StatusOr<SamplingParams> ParseSamplingState(const v1::SamplingState& state
     return Bad("repetition_penalty", "finite and > 0", state.repetition_penalty());
   }
   params.repetition_penalty = state.repetition_penalty();
-  if (!std::isfinite(state.frequency_penalty())) return Bad("frequency_penalty", "finite", state.frequency_penalty());
+  if (!std::isfinite(state.frequency_penalty()))
+    return Bad("frequency_penalty", "finite", state.frequency_penalty());
   params.frequency_penalty = state.frequency_penalty();
-  if (!std::isfinite(state.presence_penalty())) return Bad("presence_penalty", "finite", state.presence_penalty());
+  if (!std::isfinite(state.presence_penalty()))
+    return Bad("presence_penalty", "finite", state.presence_penalty());
   params.presence_penalty = state.presence_penalty();
   for (const auto& [id, bias] : state.logit_bias()) {
     if (id >= vocab_size) return BadId("logit_bias", id, vocab_size);

@@ -16,7 +16,7 @@ class SamplingState;
 struct SamplingParams {
   float temperature = 1;  // 0: greedy
   float top_p = 1;
-  int64_t top_k = 0;      // 0: off
+  int64_t top_k = 0;  // 0: off
   float min_p = 0;
   float repetition_penalty = 1;
   float frequency_penalty = 0;

@@ -7,8 +7,8 @@
 
 namespace kdt {
 
-std::optional<int64_t> KeptCount(const SamplingParams& params, std::span<const Candidate> best, int64_t vocab_size,
-                                 double sum_exp) {
+std::optional<int64_t> KeptCount(const SamplingParams& params, std::span<const Candidate> best,
+                                 int64_t vocab_size, double sum_exp) {
   const int64_t known = static_cast<int64_t>(best.size());
   const int64_t limit = params.top_k > 0 ? std::min(params.top_k, vocab_size) : vocab_size;
   const double top = best[0].value;

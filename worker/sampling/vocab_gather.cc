@@ -19,7 +19,8 @@ absl::Status WordGather::Reserve(size_t words, int ranks) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::span<const uint32_t>> WordGather::Gather(std::span<const uint32_t> words, Collective& collective) {
+absl::StatusOr<std::span<const uint32_t>> WordGather::Gather(std::span<const uint32_t> words,
+                                                             Collective& collective) {
   if (collective.size() == 1) return words;
   const size_t bytes = words.size_bytes();
   const size_t total = bytes * collective.size();

@@ -1,4 +1,5 @@
-// Gathering of small records from all ranks, and the merge of what each rank knows of its part of the vocabulary.
+// Gathering of small records from all ranks, and the merge of what each rank knows of its part of the
+// vocabulary.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,8 @@
 
 namespace kdt {
 
-// Gathers host words from all ranks through the backend's memory. Grows to its largest use; Reserve does so beforehand.
+// Gathers host words from all ranks through the backend's memory. Grows to its largest use; Reserve does so
+// beforehand.
 class WordGather {
  public:
   explicit WordGather(kernels::Backend* backend) : backend_(backend) {}
@@ -20,7 +22,8 @@ class WordGather {
   // Room for `words` from each of `ranks`.
   absl::Status Reserve(size_t words, int ranks);
 
-  // Every rank passes the same number of words; the result holds rank 0's, rank 1's, ... Valid until the next call.
+  // Every rank passes the same number of words; the result holds rank 0's, rank 1's, ... Valid until the next
+  // call.
   absl::StatusOr<std::span<const uint32_t>> Gather(std::span<const uint32_t> words, Collective& collective);
 
  private:
