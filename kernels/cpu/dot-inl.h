@@ -14,6 +14,9 @@
 #define KDT_KERNELS_CPU_DOT_INL_H_
 #endif
 
+#include <type_traits>
+
+#include "hwy/cache_control.h"
 #include "kernels/cpu/simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -21,8 +24,8 @@ namespace kdt::kernels::cpu {
 namespace HWY_NAMESPACE {
 
 inline constexpr size_t kDotBlock = 2 * kLanes;  // inputs a step
-inline constexpr size_t kTileRows = kManyRegisters ? 3 : 2;
-inline constexpr size_t kTileOuts = kManyRegisters ? 8 : 4;
+inline constexpr size_t kTileRows = kManyRegisters ? 4 : 2;
+inline constexpr size_t kTileOuts = 8;
 
 inline size_t PackedSize(size_t inputs) { return (inputs + kDotBlock - 1) / kDotBlock * kDotBlock; }
 
@@ -71,10 +74,11 @@ HWY_INLINE void DotStep(const float* x, size_t x_stride, const uint16_t* w, size
   }
 }
 
-// y[r, o] = (accumulate ? y[r, o] : 0) + x[r] . w[o] for an R x O tile. x is packed.
+// y[r, o] = (accumulate ? y[r, o] : 0) + x[r] . w[o] for an R x O tile. x is packed. Prefetches the tile of
+// weights at `ahead`: several short rows at a time are more streams than the processor follows by itself.
 template <size_t R, size_t O>
 HWY_INLINE void DotTile(const float* x, size_t x_stride, const uint16_t* w, size_t w_stride, size_t inputs,
-                        float* y, size_t y_stride, bool accumulate) {
+                        float* y, size_t y_stride, bool accumulate, const uint16_t* ahead) {
   const DF d;
   VF sums[R][O];
   HWY_UNROLL(8)
@@ -83,7 +87,11 @@ HWY_INLINE void DotTile(const float* x, size_t x_stride, const uint16_t* w, size
     for (size_t o = 0; o < O; ++o) sums[r][o] = hn::Zero(d);
   }
   size_t i = 0;
-  for (; i + kDotBlock <= inputs; i += kDotBlock) DotStep<R, O>(x + i, x_stride, w + i, w_stride, sums);
+  for (; i + kDotBlock <= inputs; i += kDotBlock) {
+    DotStep<R, O>(x + i, x_stride, w + i, w_stride, sums);
+    HWY_UNROLL(8)
+    for (size_t o = 0; o < O; ++o) hwy::Prefetch(ahead + o * w_stride + i);
+  }
   if (i < inputs) {
     HWY_ALIGN uint16_t tail[O * kDotBlock] = {};
     for (size_t o = 0; o < O; ++o) {
@@ -113,35 +121,49 @@ HWY_INLINE void DotTile(const float* x, size_t x_stride, const uint16_t* w, size
 
 template <size_t R>
 HWY_INLINE void DotRows(const float* x, size_t x_stride, const uint16_t* w, size_t w_stride, size_t inputs,
-                        size_t outs, float* y, size_t y_stride, bool accumulate) {
+                        size_t outs, float* y, size_t y_stride, bool accumulate, const uint16_t* ahead) {
   if (outs == kTileOuts) {
-    DotTile<R, kTileOuts>(x, x_stride, w, w_stride, inputs, y, y_stride, accumulate);
+    // One row needs many outputs to keep the multipliers busy; several rows need registers for their own
+    // inputs.
+    constexpr size_t kOuts = R == 1 ? kTileOuts : 4;
+    for (size_t o = 0; o < kTileOuts; o += kOuts) {
+      const size_t at = o * w_stride;
+      DotTile<R, kOuts>(x, x_stride, w + at, w_stride, inputs, y + o, y_stride, accumulate, ahead + at);
+    }
     return;
   }
   for (size_t o = 0; o < outs; ++o) {
-    DotTile<R, 1>(x, x_stride, w + o * w_stride, w_stride, inputs, y + o, y_stride, accumulate);
+    const uint16_t* row = w + o * w_stride;
+    DotTile<R, 1>(x, x_stride, row, w_stride, inputs, y + o, y_stride, accumulate, row);
   }
 }
 
+inline constexpr size_t kPrefetchBytes = 16384;  // covers the latency of the last-level cache
+
 // y[r, o] (+)= x[r] . w[o] for all rows and outputs: each tile of weights is read once and used for all rows.
+// `next`: weights of the same shape that the caller needs next, or nullptr.
 inline void DotAll(const float* x, size_t x_stride, size_t rows, const uint16_t* w, size_t w_stride,
-                   size_t inputs, size_t outs, float* y, size_t y_stride, bool accumulate) {
+                   size_t inputs, size_t outs, float* y, size_t y_stride, bool accumulate,
+                   const uint16_t* next = nullptr) {
+  const size_t tiles_ahead = kPrefetchBytes / (kTileOuts * inputs * sizeof(uint16_t) + 1) + 1;
+  const size_t rounded = (outs + kTileOuts - 1) / kTileOuts * kTileOuts;
   for (size_t o = 0; o < outs; o += kTileOuts) {
     const size_t tile = outs - o < kTileOuts ? outs - o : kTileOuts;
     const uint16_t* tile_w = w + o * w_stride;
+    const uint16_t* ahead = tile_w;  // where there is nothing to fetch: what is in the nearest cache already
+    if (const size_t target = o + tiles_ahead * kTileOuts; target + kTileOuts <= outs) {
+      ahead = w + target * w_stride;
+    } else if (next != nullptr && target >= rounded && target - rounded + kTileOuts <= outs) {
+      ahead = next + (target - rounded) * w_stride;
+    }
+    const auto tile_rows = [&](auto count, size_t r) HWY_ATTR {
+      DotRows<count()>(x + r * x_stride, x_stride, tile_w, w_stride, inputs, tile, y + r * y_stride + o,
+                       y_stride, accumulate, r == 0 ? ahead : tile_w);
+    };
     size_t r = 0;
-    for (; r + kTileRows <= rows; r += kTileRows) {
-      DotRows<kTileRows>(x + r * x_stride, x_stride, tile_w, w_stride, inputs, tile, y + r * y_stride + o,
-                         y_stride, accumulate);
-    }
-    for (; kTileRows > 2 && r + 2 <= rows; r += 2) {
-      DotRows<2>(x + r * x_stride, x_stride, tile_w, w_stride, inputs, tile, y + r * y_stride + o, y_stride,
-                 accumulate);
-    }
-    for (; r < rows; ++r) {
-      DotRows<1>(x + r * x_stride, x_stride, tile_w, w_stride, inputs, tile, y + r * y_stride + o, y_stride,
-                 accumulate);
-    }
+    for (; r + kTileRows <= rows; r += kTileRows) tile_rows(std::integral_constant<size_t, kTileRows>(), r);
+    for (; r + 2 <= rows; r += 2) tile_rows(std::integral_constant<size_t, 2>(), r);
+    for (; r < rows; ++r) tile_rows(std::integral_constant<size_t, 1>(), r);
   }
 }
 

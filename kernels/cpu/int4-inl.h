@@ -12,6 +12,7 @@
 #define KDT_KERNELS_CPU_INT4_INL_H_
 #endif
 
+#include "hwy/cache_control.h"
 #include "kernels/cpu/simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -139,10 +140,11 @@ HWY_INLINE void Int4Step(const float* const (&x)[R], const uint32_t* w, size_t w
   }
 }
 
-// out[r * out_stride + o] = x[r] . w[o] for an R x O tile, O a multiple of 4. x is packed.
+// out[r * out_stride + o] = x[r] . w[o] for an R x O tile, O a multiple of 4. x is packed. Prefetches the
+// words at `ahead`.
 template <size_t R, size_t O>
 HWY_INLINE void Int4Tile(const float* const* x, const uint32_t* w, const uint16_t* scales, size_t inputs,
-                         float* out, size_t out_stride) {
+                         float* out, size_t out_stride, const uint32_t* ahead) {
   const DF d;
   const size_t w_stride = inputs / 8, scale_stride = inputs / 32;
   VF sums[R][O];
@@ -156,6 +158,8 @@ HWY_INLINE void Int4Tile(const float* const* x, const uint32_t* w, const uint16_
   size_t i = 0;
   for (; i + kInt4Block <= inputs; i += kInt4Block) {
     Int4Step<R, O>(xs, w + i / 8, w_stride, scales + i / 32, scale_stride, sums);
+    HWY_UNROLL(8)
+    for (size_t o = 0; o < O; ++o) hwy::Prefetch(ahead + o * w_stride + i / 8);
     HWY_UNROLL(8)
     for (size_t r = 0; r < R; ++r) xs[r] += kInt4Block;
   }
@@ -217,25 +221,31 @@ HWY_INLINE void Int4ShortTile(const float* const* x, const uint32_t* w, const ui
 
 template <size_t R>
 HWY_INLINE void Int4Rows(const float* const* x, const uint32_t* w, const uint16_t* scales, size_t inputs,
-                         float* out, size_t out_stride) {
+                         float* out, size_t out_stride, const uint32_t* ahead) {
   if (IsShortInt4(inputs)) {
     if (inputs * kInt4Outs == 2 * kInt4Block) return Int4ShortTile<R, 2>(x, w, scales, out, out_stride);
     if (inputs * kInt4Outs == 4 * kInt4Block) return Int4ShortTile<R, 4>(x, w, scales, out, out_stride);
   }
-  if constexpr (kManyRegisters && R == 1) return Int4Tile<1, 8>(x, w, scales, inputs, out, out_stride);
+  if constexpr (kManyRegisters && R == 1) {
+    return Int4Tile<1, kInt4Outs>(x, w, scales, inputs, out, out_stride, ahead);
+  }
   for (size_t o = 0; o < kInt4Outs; o += 4) {
-    Int4Tile<R, 4>(x, w + o * (inputs / 8), scales + o * (inputs / 32), inputs, out + o, out_stride);
+    const size_t words = o * (inputs / 8);
+    Int4Tile<R, 4>(x, w + words, scales + o * (inputs / 32), inputs, out + o, out_stride, ahead + words);
   }
 }
 
 // out[r * out_stride + o] = x[r] . w[o] for any number of rows and kInt4Outs consecutive weight rows.
+// `ahead`: as many weight rows that are needed soon, or w.
 HWY_INLINE void Int4Dots(const float* const* x, size_t rows, const uint32_t* w, const uint16_t* scales,
-                         size_t inputs, float* out, size_t out_stride) {
+                         size_t inputs, float* out, size_t out_stride, const uint32_t* ahead) {
   size_t r = 0;
   for (; kManyRegisters && r + 2 <= rows; r += 2) {
-    Int4Rows<2>(x + r, w, scales, inputs, out + r * out_stride, out_stride);
+    Int4Rows<2>(x + r, w, scales, inputs, out + r * out_stride, out_stride, r == 0 ? ahead : w);
   }
-  for (; r < rows; ++r) Int4Rows<1>(x + r, w, scales, inputs, out + r * out_stride, out_stride);
+  for (; r < rows; ++r) {
+    Int4Rows<1>(x + r, w, scales, inputs, out + r * out_stride, out_stride, r == 0 ? ahead : w);
+  }
 }
 
 }  // namespace HWY_NAMESPACE

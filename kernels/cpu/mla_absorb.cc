@@ -124,7 +124,7 @@ void AbsorbValueTarget(Context& context, const AbsorbValueArgs& args) {
       }
       const uint16_t* w = args.w_kv_b + (head * (args.nope + args.v) + args.nope) * latent;
       DotAll(x, packed_stride, rows, w, latent, latent, args.v, args.out.f32() + head * args.v,
-             args.out.stride, false);
+             args.out.stride, false, head + 1 < end ? w + (args.nope + args.v) * latent : nullptr);
     }
   });
 }

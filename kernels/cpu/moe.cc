@@ -14,16 +14,38 @@ HWY_BEFORE_NAMESPACE();
 namespace kdt::kernels::cpu {
 namespace HWY_NAMESPACE {
 
+inline constexpr int64_t kPrefetchRows = 64;
+
+// The next expert that has rows, or `expert` itself.
+int64_t NextExpert(const Int4Experts& w, const MoePairs& pairs, int64_t expert) {
+  for (int64_t e = expert + 1; e < w.experts; ++e) {
+    if (pairs.begin[e + 1] != pairs.begin[e]) return e;
+  }
+  return expert;
+}
+
+// Where to fetch weights while `row` of one expert's `rows` is at work: some rows further on, in the next
+// expert's rows behind the last.
+HWY_INLINE const uint32_t* Ahead(const uint32_t* w, int64_t words, int64_t rows, int64_t expert, int64_t next,
+                                 int64_t row) {
+  const int64_t target = row + kPrefetchRows;
+  if (target + static_cast<int64_t>(kInt4Outs) <= rows) return w + (expert * rows + target) * words;
+  if (next != expert && target >= rows) return w + (next * rows + (target - rows) % rows) * words;
+  return w + (expert * rows + row) * words;
+}
+
 // inner[pair][0 .. inner) = gate . x and inner[pair][inner .. 2 inner) = up . x, for weight rows [begin, end)
 // of the 2 * inner of one expert.
 void MoeInner(const Int4Experts& w, int64_t expert, const MoePairs& pairs, int64_t begin, int64_t end,
               float* inner) {
   const int64_t words = w.hidden / 8, groups = w.hidden / 32;
   const int64_t first = pairs.begin[expert], count = pairs.begin[expert + 1] - first;
+  const int64_t next = NextExpert(w, pairs, expert);
   for (int64_t j = begin; j < end; j += kInt4Outs) {
     const int64_t row = expert * 2 * w.inner + j;
     Int4Dots(pairs.x + first, count, w.gate_up + row * words, w.gate_up_scale + row * groups, w.hidden,
-             inner + first * 2 * w.inner + j, 2 * w.inner);
+             inner + first * 2 * w.inner + j, 2 * w.inner,
+             Ahead(w.gate_up, words, 2 * w.inner, expert, next, j));
   }
 }
 
@@ -51,10 +73,11 @@ void MoeDown(const MoeArgs& args, const MoePairs& pairs, int64_t begin, int64_t 
   for (int64_t expert = 0; expert < w.experts; ++expert) {
     const int64_t first = pairs.begin[expert], count = pairs.begin[expert + 1] - first;
     if (count == 0) continue;
+    const int64_t next = NextExpert(w, pairs, expert);
     for (int64_t o = begin; o < end; o += kInt4Outs) {
       const int64_t row = expert * w.hidden + o;
       Int4Dots(pairs.activation + first, count, w.down + row * words, w.down_scale + row * groups, w.inner,
-               dots, kInt4Outs);
+               dots, kInt4Outs, Ahead(w.down, words, w.hidden, expert, next, o));
       for (int64_t i = 0; i < count; ++i) {
         const auto weight = hn::Set(d4, pairs.weight[first + i]);
         float* out = args.out.f32() + pairs.row[first + i] * args.out.stride + o;

@@ -18,8 +18,11 @@ namespace {
 
 constexpr int64_t kHidden = 256, kHeads = 8, kNope = 32, kRope = 64, kV = 32, kLatent = 512;
 constexpr int64_t kExperts = 16, kTopK = 4, kInner = 256, kVocab = 4096;
-constexpr int64_t kCopies =
-    8;  // layers' worth of weights, so that a weight is not still in the nearest cache
+constexpr int64_t kModelBytes = 22 << 20;
+
+// How many layers' worth of weights a benchmark walks through: as in a step, a weight's turn comes again when
+// as many bytes as the model has have been read.
+int64_t Layers(int64_t bytes) { return std::max<int64_t>(1, kModelBytes / bytes); }
 
 std::unique_ptr<Backend> MakeBackend(const benchmark::State& state) {
   return std::move(*MakeCpuBackend(static_cast<int>(state.range(1))));
@@ -61,10 +64,11 @@ void BM_Gemm(benchmark::State& state) {
   const int64_t rows = state.range(0), inputs = state.range(2), outs = state.range(3);
   const auto backend = MakeBackend(state);
   std::vector<float> x = Values(rows * inputs), y(rows * outs);
-  std::vector<uint16_t> w = Weights(kCopies * outs * inputs);
-  int64_t copy = 0;
+  const int64_t layers = Layers(outs * inputs * 2);
+  std::vector<uint16_t> w = Weights(layers * outs * inputs);
+  int64_t layer = 0;
   for (auto _ : state) {
-    uint16_t* weights = w.data() + copy++ % kCopies * outs * inputs;
+    uint16_t* weights = w.data() + layer++ % layers * outs * inputs;
     (void)backend->Gemm(
         {View(x, rows, inputs), MakeTensor(weights, DType::kBF16, outs, inputs), View(y, rows, outs)});
   }
@@ -79,10 +83,11 @@ void BM_AbsorbQuery(benchmark::State& state) {
   const int64_t rows = state.range(0), size = kHeads * (kNope + kV) * kLatent;
   const auto backend = MakeBackend(state);
   std::vector<float> q = Values(rows * kHeads * (kNope + kRope)), out(rows * kHeads * (kLatent + kRope));
-  std::vector<uint16_t> w = Weights(kCopies * size);
-  int64_t copy = 0;
+  const int64_t layers = Layers(size * 2);
+  std::vector<uint16_t> w = Weights(layers * size);
+  int64_t layer = 0;
   for (auto _ : state) {
-    (void)backend->AbsorbQuery({View(q, rows, kHeads * (kNope + kRope)), w.data() + copy++ % kCopies * size,
+    (void)backend->AbsorbQuery({View(q, rows, kHeads * (kNope + kRope)), w.data() + layer++ % layers * size,
                                 kHeads, kNope, kRope, kV, kLatent,
                                 View(out, rows, kHeads * (kLatent + kRope))});
   }
@@ -94,10 +99,11 @@ void BM_AbsorbValue(benchmark::State& state) {
   const int64_t rows = state.range(0), size = kHeads * (kNope + kV) * kLatent;
   const auto backend = MakeBackend(state);
   std::vector<float> attended = Values(rows * kHeads * kLatent), out(rows * kHeads * kV);
-  std::vector<uint16_t> w = Weights(kCopies * size);
-  int64_t copy = 0;
+  const int64_t layers = Layers(size * 2);
+  std::vector<uint16_t> w = Weights(layers * size);
+  int64_t layer = 0;
   for (auto _ : state) {
-    (void)backend->AbsorbValue({View(attended, rows, kHeads * kLatent), w.data() + copy++ % kCopies * size,
+    (void)backend->AbsorbValue({View(attended, rows, kHeads * kLatent), w.data() + layer++ % layers * size,
                                 kHeads, kNope, kV, kLatent, View(out, rows, kHeads * kV)});
   }
   state.SetBytesProcessed(state.iterations() * kHeads * kV * kLatent * 2);
@@ -109,11 +115,14 @@ void BM_Moe(benchmark::State& state) {
   const auto backend = MakeBackend(state);
   std::mt19937 rng(2);
   std::vector<float> x = Values(rows * kHidden), out(rows * kHidden), expert_weights(rows * kTopK, 0.25f);
-  std::vector<uint32_t> gate_up(kExperts * 2 * inner * kHidden / 8), down(kExperts * kHidden * inner / 8);
+  const int64_t gate_up_words = kExperts * 2 * inner * kHidden / 8, down_words = gate_up_words / 2;
+  const int64_t expert_bytes = 3 * kHidden * inner / 2 + 3 * kHidden * inner / 32 * 2;
+  const int64_t layers = Layers(kExperts * expert_bytes);
+  std::vector<uint32_t> gate_up(layers * gate_up_words), down(layers * down_words);
   for (uint32_t& word : gate_up) word = rng();
   for (uint32_t& word : down) word = rng();
-  const std::vector<uint16_t> gate_up_scale(kExperts * 2 * inner * kHidden / 32, 0x3c00);
-  const std::vector<uint16_t> down_scale(kExperts * kHidden * inner / 32, 0x3c00);
+  const std::vector<uint16_t> gate_up_scale(layers * gate_up_words / 4, 0x3c00);
+  const std::vector<uint16_t> down_scale(layers * down_words / 4, 0x3c00);
   std::vector<int32_t> ids(rows * kTopK);
   std::vector<bool> used(kExperts);
   for (int64_t r = 0; r < rows; ++r) {
@@ -124,13 +133,20 @@ void BM_Moe(benchmark::State& state) {
     std::copy(order.begin(), order.begin() + kTopK, ids.begin() + r * kTopK);
     for (int k = 0; k < kTopK; ++k) used[order[k]] = true;
   }
-  const Int4Experts experts{
-      kExperts, 0, kHidden, inner, gate_up.data(), gate_up_scale.data(), down.data(), down_scale.data()};
+  int64_t next = 0;
   for (auto _ : state) {
+    const int64_t layer = next++ % layers;
+    const Int4Experts experts{kExperts,
+                              0,
+                              kHidden,
+                              inner,
+                              gate_up.data() + layer * gate_up_words,
+                              gate_up_scale.data() + layer * gate_up_words / 4,
+                              down.data() + layer * down_words,
+                              down_scale.data() + layer * down_words / 4};
     (void)backend->Moe({View(x, rows, kHidden), experts, ids.data(), expert_weights.data(), kTopK,
                         View(out, rows, kHidden)});
   }
-  const int64_t expert_bytes = 3 * kHidden * inner / 2 + 3 * kHidden * inner / 32 * 2;
   state.SetBytesProcessed(state.iterations() * std::count(used.begin(), used.end(), true) * expert_bytes);
 }
 BENCHMARK(BM_Moe)
