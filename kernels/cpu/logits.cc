@@ -40,16 +40,22 @@ void LogitsMax(const float* logits, size_t count, float* max, uint8_t* bad) {
 float LogitsSumExp(const float* logits, size_t count, float max) {
   const DF d;
   const VF shift = hn::Set(d, max);
-  VF sum = hn::Zero(d);
+  // Four sums in turn: less rounding in long rows, and no waiting for the addition before.
+  VF sums[4] = {hn::Zero(d), hn::Zero(d), hn::Zero(d), hn::Zero(d)};
   size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    sum = hn::Add(sum, Exp(d, hn::Sub(hn::LoadU(d, logits + i), shift)));
-  if (i < count) {
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+    HWY_UNROLL(4)
+    for (size_t j = 0; j < 4; ++j) {
+      sums[j] = hn::Add(sums[j], Exp(d, hn::Sub(hn::LoadU(d, logits + i + j * kLanes), shift)));
+    }
+  }
+  for (; i < count; i += kLanes) {
     HWY_ALIGN float padded[kLanes];
     std::fill(padded, padded + kLanes, -std::numeric_limits<float>::infinity());
-    std::copy(logits + i, logits + count, padded);
-    sum = hn::Add(sum, Exp(d, hn::Sub(hn::Load(d, padded), shift)));
+    std::copy(logits + i, logits + std::min(count, i + kLanes), padded);
+    sums[0] = hn::Add(sums[0], Exp(d, hn::Sub(hn::Load(d, padded), shift)));
   }
+  const VF sum = hn::Add(hn::Add(sums[0], sums[1]), hn::Add(sums[2], sums[3]));
   return SumLanes(d, sum);
 }
 
