@@ -99,6 +99,20 @@ absl::Status CheckFlags() {
   return absl::OkStatus();
 }
 
+absl::StatusOr<SpeculationOptions> ReadSpeculation() {
+  SpeculationOptions options;
+  KDT_ASSIGN_OR_RETURN(options.policy, ParseTreePolicy(absl::GetFlag(FLAGS_tree)));
+  const std::string budget = absl::GetFlag(FLAGS_budget);
+  if (budget == "auto") return options;
+  uint32_t nodes = 0;
+  if (!absl::SimpleAtoi(budget, &nodes)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--budget: \"", budget, "\" is neither auto nor a number"));
+  }
+  options.budget = nodes;
+  return options;
+}
+
 // Serves until SIGTERM or until the group is lost; returns the exit status.
 absl::StatusOr<int> Serve() {
   KDT_RETURN_IF_ERROR(CheckFlags());
@@ -132,6 +146,7 @@ absl::StatusOr<int> Serve() {
   options.max_waiting = static_cast<uint32_t>(absl::GetFlag(FLAGS_max_waiting));
   options.max_running = static_cast<uint32_t>(absl::GetFlag(FLAGS_max_running));
   options.prefill_chunk = static_cast<uint32_t>(absl::GetFlag(FLAGS_prefill_chunk));
+  KDT_ASSIGN_OR_RETURN(options.speculation, ReadSpeculation());
   options.rejoin = absl::GetFlag(FLAGS_on_group_loss) == "rejoin";
   options.on_group_lost = [&](const std::string& reason) {
     spdlog::error("the group is lost: {}", reason);

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "coordinator/ddtree/ddtree.h"
 #include "coordinator/scheduler/output_stream.h"
 #include "coordinator/scheduler/request.h"
 
@@ -26,6 +27,9 @@ struct Sample {
   uint32_t committed = 0;     // tokens whose K/V the ranks hold
   bool keep_sequence = true;  // once done: keep the K/V for the prefix cache
   v1::DraftTopK draft;        // guesses behind tokens.back(); k = 0: none
+  TreeBuilder tree_builder;
+  const Tree* tree = nullptr;  // grown from draft for the step to come; null: none
+  uint32_t nodes = 0;          // drafted nodes of it that are verified
   std::unique_ptr<OutputStream> output;
   v1::SpeculationStats speculation;
   int64_t admitted_us = 0;  // first admission

@@ -12,7 +12,8 @@ Scheduler::Scheduler(SchedulerOptions options, Group* group, TextTools tools)
     : options_(std::move(options)),
       group_(group),
       tools_(std::move(tools)),
-      builder_(&store_, options_.prefill_chunk) {}
+      speculator_(options_.speculation),
+      builder_(&store_, &speculator_, options_.prefill_chunk) {}
 
 void Scheduler::Stop() {
   {

@@ -24,6 +24,7 @@
 #include "coordinator/scheduler/request.h"
 #include "coordinator/scheduler/sample.h"
 #include "coordinator/scheduler/sequence_store.h"
+#include "coordinator/scheduler/speculator.h"
 #include "coordinator/scheduler/step_builder.h"
 #include "coordinator/scheduler/step_results.h"
 
@@ -31,8 +32,9 @@ namespace kdt {
 
 struct SchedulerOptions {
   uint32_t vocab_size = 0;
-  uint32_t max_waiting = 256;    // requests; more are refused
-  uint32_t max_running = 64;     // samples
+  uint32_t max_waiting = 256;  // requests; more are refused
+  uint32_t max_running = 64;   // samples
+  SpeculationOptions speculation;
   uint32_t prefill_chunk = 512;  // prompt tokens of one sample a step
   // When the group is lost: form it again and go on with every request, or end them all with UNAVAILABLE.
   bool rejoin = false;
@@ -114,6 +116,7 @@ class Scheduler {
   std::vector<Sample*> waiting_;  // seniors first
   std::vector<Sample*> running_;  // seniors first
   SequenceStore store_;
+  Speculator speculator_;
   StepBuilder builder_;
   v1::StepRequest step_;
   v1::StepResponse answer_;

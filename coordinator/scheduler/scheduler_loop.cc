@@ -92,6 +92,7 @@ bool Scheduler::GroupServes() {
     epoch_ = group_->epoch();
     limits_ = group_->limits();
     store_.Reset(limits_);
+    speculator_.Reset(limits_);
     builder_.Reset(limits_);
     return true;
   }
@@ -122,8 +123,8 @@ void Scheduler::LoseGroup() {
   epoch_ = 0;
   if (!options_.rejoin) {
     lost_ = true;
-    EndAll(absl::UnavailableError("the model group was lost"));
     if (options_.on_group_lost) options_.on_group_lost(group_->reason());
+    EndAll(absl::UnavailableError("the model group was lost"));
   }
   UpdateCounts();
 }
@@ -247,13 +248,15 @@ void Scheduler::RunStep() {
     LoseGroup();
     return;
   }
-  const absl::Status applied = ApplyStep(plan_, &answer_, options_.vocab_size, &store_, &gained_);
+  const absl::Status applied =
+      ApplyStep(plan_, &answer_, options_.vocab_size, &store_, &speculator_, &gained_);
   if (!applied.ok()) {
     gained_.clear();
     group_->Reject(std::string(applied.message()));
     LoseGroup();
     return;
   }
+  speculator_.ObserveStep(group_->last_cost(), answer_.timings().draft_us());
   const int64_t now_us = MonotonicMicros();
   for (Gained& gained : gained_) {
     Sample* sample = gained.sample;

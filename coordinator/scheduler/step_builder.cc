@@ -19,6 +19,7 @@ void StepBuilder::Build(std::vector<Sample*>* running, v1::StepRequest* request,
   reserved_slots_ = 0;
   rows_left_ = limits_.max_rows;
   AddRoots();
+  PlanTrees();
   AddChunks();
   for (Sample* sample : roots_) AddTreeItem(sample);
   store_->TakeOps(request);
@@ -34,6 +35,34 @@ void StepBuilder::AddRoots() {
     planned_.push_back(sample);
     roots_.push_back(sample);
   }
+}
+
+// Rows that prompts could use, at most half of those left: trees shrink for prompts, but do not vanish.
+uint32_t StepBuilder::WantedChunkRows() const {
+  uint64_t wanted = 0;
+  for (const Sample* sample : *running_) {
+    if (!sample->decoding()) wanted += std::min(sample->pending(), prefill_chunk_);
+  }
+  return static_cast<uint32_t>(std::min<uint64_t>(wanted, rows_left_ / 2));
+}
+
+// Nodes need slots until the walk; the cache makes room for them, but nobody is preempted for a guess.
+void StepBuilder::PlanTrees() {
+  const uint32_t chunk_rows = WantedChunkRows();
+  speculator_->Plan(roots_, chunk_rows, rows_left_ - chunk_rows);
+  uint64_t nodes = 0;
+  for (const Sample* sample : roots_) nodes += sample->nodes;
+  if (nodes == 0) return;
+  if (!store_->MakeRoom(reserved_slots_ + nodes)) {
+    const uint64_t each = (store_->free_slots() - reserved_slots_) / roots_.size();
+    nodes = 0;
+    for (Sample* sample : roots_) {
+      sample->nodes = static_cast<uint32_t>(std::min<uint64_t>(sample->nodes, each));
+      nodes += sample->nodes;
+    }
+  }
+  reserved_slots_ += nodes;
+  rows_left_ -= static_cast<uint32_t>(nodes);
 }
 
 void StepBuilder::AddChunks() {
@@ -56,6 +85,7 @@ void StepBuilder::AddChunks() {
     const auto first = sample->tokens.begin() + sample->committed;
     chunk->mutable_tokens()->Add(first, first + rows);
     chunk->set_sample(item.samples);
+    if (item.samples) chunk->set_draft_top_k(speculator_->DraftTopK(*sample));
     // Sample 0 tells them for all; rows from the last prompt token on predict generated tokens.
     if (spec.prompt_logprobs > 0 && sample->index == 0 && sample->committed + 1 < sample->prompt_length()) {
       chunk->set_prompt_logprobs(spec.prompt_logprobs);
@@ -72,7 +102,12 @@ void StepBuilder::AddTreeItem(Sample* sample) {
   tree->set_sequence_id(sample->sequence_id);
   tree->set_start(sample->committed);
   tree->add_tokens(sample->tokens.back());
-  plan_->push_back({sample, /*tree=*/true, true, true, sample->committed, 1});
+  for (uint32_t node = 1; node <= sample->nodes; ++node) {
+    tree->add_tokens(sample->tree->tokens[node]);
+    tree->add_parents(static_cast<uint32_t>(sample->tree->parents[node]));
+  }
+  tree->set_draft_top_k(speculator_->DraftTopK(*sample));
+  plan_->push_back({sample, /*tree=*/true, true, true, sample->committed, 1 + sample->nodes});
 }
 
 bool StepBuilder::Reserve(Sample* sample, uint32_t slots) {

@@ -6,6 +6,7 @@
 
 #include "coordinator/scheduler/sample.h"
 #include "coordinator/scheduler/sequence_store.h"
+#include "coordinator/scheduler/speculator.h"
 
 namespace kdt {
 
@@ -21,7 +22,8 @@ struct PlanItem {
 
 class StepBuilder {
  public:
-  StepBuilder(SequenceStore* store, uint32_t prefill_chunk) : store_(store), prefill_chunk_(prefill_chunk) {}
+  StepBuilder(SequenceStore* store, Speculator* speculator, uint32_t prefill_chunk)
+      : store_(store), speculator_(speculator), prefill_chunk_(prefill_chunk) {}
 
   void Reset(const GroupLimits& limits) { limits_ = limits; }
 
@@ -36,10 +38,13 @@ class StepBuilder {
   bool Reserve(Sample* sample, uint32_t slots);
   bool PreemptJunior(const Sample* senior);
   void AddRoots();
+  uint32_t WantedChunkRows() const;
+  void PlanTrees();
   void AddChunks();
   void AddTreeItem(Sample* sample);
 
   SequenceStore* store_;
+  Speculator* speculator_;
   const uint32_t prefill_chunk_;
   GroupLimits limits_;
 

@@ -31,6 +31,15 @@ void CutAtStop(const Sample& sample, Gained* gained) {
   }
 }
 
+absl::Status CheckDraft(const v1::DraftTopK& draft, uint32_t vocab_size) {
+  const auto outside = [vocab_size](uint32_t id) { return id >= vocab_size; };
+  const auto& ids = draft.token_ids();
+  const bool whole = draft.k() == 0 ? ids.empty() : static_cast<uint32_t>(ids.size()) % draft.k() == 0;
+  if (!whole || ids.size() != draft.log_probs_size()) return Unfit("the draft's sizes do not agree");
+  if (std::any_of(ids.begin(), ids.end(), outside)) return Unfit("a drafted token is outside the vocabulary");
+  return absl::OkStatus();
+}
+
 void TakePromptLogprobs(const PlanItem& item, v1::SequenceResult* result) {
   Request& request = *item.sample->request;
   const size_t wanted = request.spec.prompt.size() - 1;
@@ -44,7 +53,7 @@ void TakePromptLogprobs(const PlanItem& item, v1::SequenceResult* result) {
 }
 
 absl::Status TakeResult(const PlanItem& item, v1::SequenceResult* result, uint32_t vocab_size,
-                        SequenceStore* store, std::vector<Gained>* gained) {
+                        SequenceStore* store, Speculator* speculator, std::vector<Gained>* gained) {
   Sample& sample = *item.sample;
   if (result->sequence_id() != sample.sequence_id)
     return Unfit("its results are not in the order of the step");
@@ -82,6 +91,12 @@ absl::Status TakeResult(const PlanItem& item, v1::SequenceResult* result, uint32
   if (with_logprobs) {
     for (auto& logprobs : *result->mutable_logprobs()) gain.logprobs.push_back(std::move(logprobs));
   }
+  const std::span<const uint32_t> nodes(result->accepted_nodes().data(), accepted);
+  for (const uint32_t node : nodes) {
+    if (node == 0 || node >= item.rows) return Unfit("an accepted node is not in the tree");
+  }
+  if (item.tree) speculator->ObserveTree(sample, nodes);
+  KDT_RETURN_IF_ERROR(CheckDraft(result->draft(), vocab_size));
   sample.draft.Swap(result->mutable_draft());
   if (item.tree) {
     sample.speculation.set_rounds(sample.speculation.rounds() + 1);
@@ -105,7 +120,7 @@ absl::Status TakeResult(const PlanItem& item, v1::SequenceResult* result, uint32
 }  // namespace
 
 absl::Status ApplyStep(const std::vector<PlanItem>& plan, v1::StepResponse* response, uint32_t vocab_size,
-                       SequenceStore* store, std::vector<Gained>* gained) {
+                       SequenceStore* store, Speculator* speculator, std::vector<Gained>* gained) {
   int next = 0;
   for (const PlanItem& item : plan) {
     if (!item.has_result) {
@@ -114,7 +129,8 @@ absl::Status ApplyStep(const std::vector<PlanItem>& plan, v1::StepResponse* resp
       continue;
     }
     if (next >= response->results_size()) return Unfit("results are missing");
-    KDT_RETURN_IF_ERROR(TakeResult(item, response->mutable_results(next++), vocab_size, store, gained));
+    KDT_RETURN_IF_ERROR(
+        TakeResult(item, response->mutable_results(next++), vocab_size, store, speculator, gained));
   }
   if (next != response->results_size()) return Unfit("it gave more results than were asked for");
   return absl::OkStatus();

@@ -23,9 +23,10 @@ struct Gained {
   std::string error;  // not empty: the ranks failed this sample
 };
 
-// Takes a step's answer in: commits rows in the store, adds tokens and drafts to the samples, appends to
-// `gained`. INTERNAL when the answer does not fit the plan, which ends the epoch.
+// Takes a step's answer in: commits rows in the store, adds tokens and drafts to the samples, tells the
+// speculator what was accepted, appends to `gained`. INTERNAL when the answer does not fit the plan, which
+// ends the epoch.
 absl::Status ApplyStep(const std::vector<PlanItem>& plan, v1::StepResponse* response, uint32_t vocab_size,
-                       SequenceStore* store, std::vector<Gained>* gained);
+                       SequenceStore* store, Speculator* speculator, std::vector<Gained>* gained);
 
 }  // namespace kdt
