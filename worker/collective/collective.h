@@ -30,10 +30,12 @@ class Collective {
   virtual absl::Status AllGather(const void* in, size_t bytes, void* out) = 0;
 
   // Time until which an operation may wait for other ranks; set once a step. Afterwards: DEADLINE_EXCEEDED
-  // that names the ranks that did not come.
+  // that names the ranks that did not come. A rank whose process has ended is found sooner (shm: a tenth of a
+  // second) and named with UNAVAILABLE. An error on one rank ends the group: the others get the same error.
   virtual void SetDeadline(absl::Time deadline) = 0;
 
-  // From any thread: every operation waiting or called later returns CANCELLED. For the end of an epoch.
+  // From any thread: every operation waiting or called later returns CANCELLED, on the other ranks too. For
+  // the end of an epoch; so does the destructor.
   virtual void Abort() = 0;
 
   // Nanoseconds spent waiting for other ranks since start.
@@ -47,8 +49,10 @@ std::unique_ptr<Collective> MakeLocalCollective();
 // `size` ranks have attached; then the name is unlinked, so that nothing stays in /dev/shm however the
 // processes end. Waits are on futexes after at most a few microseconds of spinning. `buffer_bytes`: largest
 // operation done in one piece; larger ones are cut. DEADLINE_EXCEEDED naming the missing ranks after
-// `timeout`.
+// `timeout`; ALREADY_EXISTS when `id` was used before or the rank is there twice; CANCELLED within a tenth of
+// a second of `*cancelled` (may be null) becoming true while joining or in an operation.
 absl::StatusOr<std::unique_ptr<Collective>> MakeShmCollective(const std::string& id, int rank, int size,
-                                                              size_t buffer_bytes, absl::Duration timeout);
+                                                              size_t buffer_bytes, absl::Duration timeout,
+                                                              const std::atomic<bool>* cancelled = nullptr);
 
 }  // namespace kdt

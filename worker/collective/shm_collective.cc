@@ -128,9 +128,10 @@ class ShmCollective : public Collective {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Collective>> MakeShmCollective(const std::string& id, int rank, int size,
-                                                              size_t buffer_bytes, absl::Duration timeout) {
+                                                              size_t buffer_bytes, absl::Duration timeout,
+                                                              const std::atomic<bool>* cancelled) {
   KDT_ASSIGN_OR_RETURN(std::unique_ptr<ShmSegment> segment,
-                       ShmSegment::Join(id, rank, size, buffer_bytes, timeout));
+                       ShmSegment::Join(id, rank, size, buffer_bytes, timeout, cancelled));
   return std::make_unique<ShmCollective>(std::move(segment));
 }
 

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -12,7 +13,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
-#include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -24,8 +25,8 @@ namespace {
 
 constexpr uint64_t kMagic = 0x6b64747265653031;  // "kdtree01"
 constexpr absl::Duration kRetryOpen = absl::Milliseconds(2);
-// A sleeping rank looks at its deadline this often, should the clock of the wait itself be off.
-constexpr absl::Duration kLongestSleep = absl::Milliseconds(200);
+// A sleeping rank looks this often whether those it waits for still run.
+constexpr absl::Duration kLongestSleep = absl::Milliseconds(100);
 // About two microseconds of looking, only where every rank can have a core of its own.
 constexpr int kSpins = 64;
 
@@ -42,6 +43,22 @@ absl::Status ErrnoError(const std::string& what) {
   return absl::InternalError(absl::StrCat(what, ": ", std::strerror(errno)));
 }
 
+// A write lock on byte `rank` of the segment's file: kept by the open file, so the system drops it with the
+// process.
+struct flock RankLock(int rank) {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  return lock;
+}
+
+int UsableCpus() {
+  cpu_set_t cpus;
+  return sched_getaffinity(0, sizeof(cpus), &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
+}
+
 bool GoodId(const std::string& id) {
   return !id.empty() && id.size() <= 200 && std::all_of(id.begin(), id.end(), [](unsigned char c) {
     return std::isalnum(c) != 0 || c == '-' || c == '_';
@@ -54,11 +71,15 @@ struct ShmSegment::Header {
   std::atomic<uint64_t> magic;
   uint64_t size;
   uint64_t buffer_bytes;
-  alignas(64) std::atomic<uint32_t> arrived;     // ranks in the barrier that runs
-  alignas(64) std::atomic<uint32_t> generation;  // barriers passed by the group; also woken by Abort
-  alignas(64) std::atomic<uint32_t> aborted;
+  alignas(64) std::atomic<uint32_t> arrived;  // ranks in the barrier that runs
+  // The futex: twice the barriers passed by the group, plus 1 once the group has ended. One word for both, so
+  // that a rank about to sleep cannot miss either.
+  alignas(64) std::atomic<uint32_t> state;
+  // Why the group ended: ranks that left by themselves, came too late, or whose process is gone.
+  alignas(64) std::atomic<uint64_t> left, late, dead;
   // Barriers each rank has come to, the rendezvous being the first: tells who is missing.
   std::atomic<uint32_t> mark[kMaxShmRanks];
+  std::atomic<int32_t> pid[kMaxShmRanks];  // 0: has not joined
 };
 
 std::byte* ShmSegment::Buffer(int parity, int rank) const {
@@ -67,43 +88,49 @@ std::byte* ShmSegment::Buffer(int parity, int rank) const {
 }
 
 absl::StatusOr<std::unique_ptr<ShmSegment>> ShmSegment::Join(const std::string& id, int rank, int size,
-                                                             size_t buffer_bytes, absl::Duration timeout) {
+                                                             size_t buffer_bytes, absl::Duration timeout,
+                                                             const std::atomic<bool>* cancelled) {
   if (!GoodId(id))
     return absl::InvalidArgumentError(absl::StrCat("collective_id: \"", id, "\" is not a name"));
   if (size < 1 || size > kMaxShmRanks) {
     return absl::InvalidArgumentError(absl::StrCat("tp: ", size, " is not in 1..", kMaxShmRanks));
   }
-  if (rank < 0 || rank >= size)
+  if (rank < 0 || rank >= size) {
     return absl::InvalidArgumentError(absl::StrCat("rank: ", rank, " is not in 0..", size - 1));
+  }
   KDT_CHECK(buffer_bytes >= 64 && buffer_bytes % 64 == 0 && buffer_bytes <= (size_t{1} << 32));
 
   std::unique_ptr<ShmSegment> segment(new ShmSegment());
   segment->rank_ = rank;
   segment->size_ = size;
   segment->buffer_bytes_ = buffer_bytes;
-  segment->mapped_bytes_ = sizeof(Header) + 64 + 2 * static_cast<size_t>(size + 1) * buffer_bytes;
-  segment->spins_ = static_cast<int>(std::thread::hardware_concurrency()) >= size ? kSpins : 0;
+  segment->mapped_bytes_ = sizeof(Header) + 2 * static_cast<size_t>(size + 1) * buffer_bytes;
+  segment->spins_ = UsableCpus() >= size ? kSpins : 0;
+  segment->cancelled_ = cancelled;
   const std::string path = "/kdt-" + id;
   const absl::Time deadline = absl::Now() + timeout;
   absl::Status status = rank == 0 ? segment->Create(path) : segment->Open(path, deadline);
-  if (status.ok()) status = segment->Attach(deadline);
-  // From here on the name is of no use: all have attached, or the group has failed.
-  if (rank == 0 || !status.ok()) shm_unlink(path.c_str());
+  if (status.ok()) status = segment->Claim();
+  if (status.ok()) status = segment->Barrier(deadline);
+  // From here on the name is of no use: all have attached, or the group has failed. ALREADY_EXISTS: it is
+  // somebody else's.
+  if (!absl::IsAlreadyExists(status) && (rank == 0 || !status.ok())) shm_unlink(path.c_str());
   if (!status.ok()) return status;
   return segment;
 }
 
 absl::Status ShmSegment::Create(const std::string& path) {
   const int fd = shm_open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+  if (fd < 0 && errno == EEXIST) {
+    return absl::AlreadyExistsError(absl::StrCat("collective_id: /dev/shm", path, " exists; use a new one"));
+  }
   if (fd < 0) return ErrnoError(absl::StrCat("shm_open ", path));
+  fd_ = fd;
   if (posix_fallocate(fd, 0, static_cast<off_t>(mapped_bytes_)) != 0) {
-    close(fd);
     return absl::ResourceExhaustedError(absl::StrCat("/dev/shm has no room for ", mapped_bytes_, " bytes"));
   }
-  void* base = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  close(fd);
-  if (base == MAP_FAILED) return ErrnoError("mmap");
-  header_ = new (base) Header();
+  KDT_RETURN_IF_ERROR(Map(fd));
+  new (header_) Header();
   header_->size = static_cast<uint64_t>(size_);
   header_->buffer_bytes = buffer_bytes_;
   header_->magic.store(kMagic, std::memory_order_release);
@@ -111,29 +138,27 @@ absl::Status ShmSegment::Create(const std::string& path) {
 }
 
 absl::Status ShmSegment::Open(const std::string& path, absl::Time deadline) {
+  const auto wait = [&]() -> absl::Status {
+    if (Cancelled()) return absl::CancelledError("joining the group was cancelled");
+    if (absl::Now() >= deadline) return absl::DeadlineExceededError("rank 0 did not open the group in time");
+    absl::SleepFor(kRetryOpen);
+    return absl::OkStatus();
+  };
   while (true) {
     const int fd = shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0600);
     struct stat info {};
     // Rank 0 may be between creating and sizing it.
-    if (fd >= 0 && fstat(fd, &info) == 0 && info.st_size == static_cast<off_t>(mapped_bytes_)) {
-      void* base = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-      close(fd);
-      if (base == MAP_FAILED) return ErrnoError("mmap");
-      header_ = static_cast<Header*>(base);
-      break;
+    if (fd >= 0 && fstat(fd, &info) == 0 && info.st_size >= static_cast<off_t>(sizeof(Header))) {
+      fd_ = fd;
+      if (info.st_size == static_cast<off_t>(mapped_bytes_)) break;
+      return absl::FailedPreconditionError(absl::StrCat("rank 0 opened a group of ", info.st_size,
+                                                        " bytes, this rank expects ", mapped_bytes_));
     }
     if (fd >= 0) close(fd);
-    if (absl::Now() >= deadline) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("rank ", rank_, " waited for rank 0 to open the group"));
-    }
-    absl::SleepFor(kRetryOpen);
+    KDT_RETURN_IF_ERROR(wait());
   }
-  while (header_->magic.load(std::memory_order_acquire) != kMagic) {
-    if (absl::Now() >= deadline)
-      return absl::DeadlineExceededError("rank 0 did not prepare the group's memory");
-    absl::SleepFor(kRetryOpen);
-  }
+  KDT_RETURN_IF_ERROR(Map(fd_));
+  while (header_->magic.load(std::memory_order_acquire) != kMagic) KDT_RETURN_IF_ERROR(wait());
   if (header_->size != static_cast<uint64_t>(size_) || header_->buffer_bytes != buffer_bytes_) {
     return absl::FailedPreconditionError(
         absl::StrCat("rank 0 opened a group of ", header_->size, " ranks with buffers of ",
@@ -142,60 +167,118 @@ absl::Status ShmSegment::Open(const std::string& path, absl::Time deadline) {
   return absl::OkStatus();
 }
 
-absl::Status ShmSegment::Attach(absl::Time deadline) {
-  const auto address = reinterpret_cast<uintptr_t>(header_) + sizeof(Header);
-  data_ = reinterpret_cast<std::byte*>((address + 63) / 64 * 64);
-  return Barrier(deadline);
+absl::Status ShmSegment::Map(int fd) {
+  void* base = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (base == MAP_FAILED) return ErrnoError("mmap");
+  header_ = static_cast<Header*>(base);
+  data_ = static_cast<std::byte*>(base) + sizeof(Header);
+  return absl::OkStatus();
+}
+
+// Takes this rank's place. Two processes that believe to be the same rank would corrupt each other's buffer.
+absl::Status ShmSegment::Claim() {
+  struct flock lock = RankLock(rank_);
+  if (fcntl(fd_, F_OFD_SETLK, &lock) != 0 || header_->pid[rank_].exchange(getpid()) != 0) {
+    // Not through the destructor: the group is that other process's to end.
+    munmap(static_cast<void*>(std::exchange(header_, nullptr)), mapped_bytes_);
+    return absl::AlreadyExistsError(absl::StrCat("rank ", rank_, " has joined this group already"));
+  }
+  return absl::OkStatus();
 }
 
 ShmSegment::~ShmSegment() {
-  if (header_ != nullptr) munmap(static_cast<void*>(header_), mapped_bytes_);
+  if (header_ != nullptr) {
+    Abort();
+    munmap(static_cast<void*>(header_), mapped_bytes_);
+  }
+  if (fd_ >= 0) close(fd_);
 }
 
-std::string ShmSegment::Missing(uint32_t least) const {
+uint64_t ShmSegment::Missing() const {
+  uint64_t ranks = 0;
+  for (int rank = 0; rank < size_; ++rank) {
+    // The difference, so that a count that has wrapped around does not matter.
+    const uint32_t behind = barriers_ - header_->mark[rank].load(std::memory_order_acquire);
+    if (static_cast<int32_t>(behind) > 0) ranks |= uint64_t{1} << rank;
+  }
+  return ranks;
+}
+
+// Those of `ranks` that had joined and whose process has ended.
+uint64_t ShmSegment::Ended(uint64_t ranks) const {
+  uint64_t ended = 0;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (((ranks >> rank) & 1) == 0 || header_->pid[rank].load(std::memory_order_acquire) == 0) continue;
+    struct flock lock = RankLock(rank);
+    if (fcntl(fd_, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK) ended |= uint64_t{1} << rank;
+  }
+  return ended;
+}
+
+std::string ShmSegment::Names(uint64_t ranks, bool processes) const {
   std::string names;
   for (int rank = 0; rank < size_; ++rank) {
-    if (header_->mark[rank].load(std::memory_order_acquire) >= least) continue;
+    if (((ranks >> rank) & 1) == 0) continue;
     absl::StrAppend(&names, names.empty() ? "" : ", ", "rank ", rank);
+    if (processes) absl::StrAppend(&names, " (process ", header_->pid[rank].load(), ")");
   }
   return names;
 }
 
+void ShmSegment::EndGroup(std::atomic<uint64_t>* cause, uint64_t ranks) {
+  cause->fetch_or(ranks, std::memory_order_acq_rel);
+  header_->state.fetch_or(1, std::memory_order_acq_rel);
+  FutexWakeAll(&header_->state);
+}
+
+absl::Status ShmSegment::EndedStatus() const {
+  if (aborted_.load(std::memory_order_acquire)) return absl::CancelledError("the epoch has ended");
+  if (const uint64_t dead = header_->dead.load(std::memory_order_acquire); dead != 0) {
+    return absl::UnavailableError(absl::StrCat(Names(dead, true), " ended"));
+  }
+  if (const uint64_t late = header_->late.load(std::memory_order_acquire); late != 0) {
+    return absl::DeadlineExceededError(absl::StrCat(Names(late, false), " did not come in time"));
+  }
+  return absl::CancelledError(absl::StrCat(Names(header_->left.load(), false), " left the group"));
+}
+
 absl::Status ShmSegment::Barrier(absl::Time deadline) {
-  ++barriers_;
-  const uint32_t generation = header_->generation.load(std::memory_order_acquire);
-  header_->mark[rank_].store(barriers_, std::memory_order_release);
-  if (header_->aborted.load(std::memory_order_acquire) != 0)
-    return absl::CancelledError("the epoch has ended");
+  const uint32_t before = header_->state.load(std::memory_order_acquire);
+  if ((before & 1) != 0) return EndedStatus();
+  header_->mark[rank_].store(++barriers_, std::memory_order_release);
   if (header_->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(size_)) {
     header_->arrived.store(0, std::memory_order_relaxed);
-    header_->generation.store(generation + 1, std::memory_order_release);
-    FutexWakeAll(&header_->generation);
+    header_->state.fetch_add(2, std::memory_order_acq_rel);
+    FutexWakeAll(&header_->state);
     return absl::OkStatus();
   }
   const int64_t start = MonotonicNanos();
   absl::Status status;
-  for (int looks = 0; header_->generation.load(std::memory_order_acquire) == generation; ++looks) {
-    if (header_->aborted.load(std::memory_order_acquire) != 0) {
-      status = absl::CancelledError("the epoch has ended");
+  for (int looks = 0;; ++looks) {
+    const uint32_t now_state = header_->state.load(std::memory_order_acquire);
+    if ((now_state >> 1) != (before >> 1)) break;  // all were here, whatever happened since
+    if ((now_state & 1) != 0) {
+      status = EndedStatus();
       break;
     }
     if (looks < spins_) continue;
     const absl::Time now = absl::Now();
-    if (now >= deadline) {
-      status = absl::DeadlineExceededError(absl::StrCat("in time did not come: ", Missing(barriers_)));
+    if (Cancelled()) {
       Abort();
-      break;
+    } else if (now >= deadline) {
+      EndGroup(&header_->late, Missing());
+    } else if (looks > spins_ && MonotonicNanos() - start >= absl::ToInt64Nanoseconds(kLongestSleep)) {
+      if (const uint64_t ended = Ended(Missing()); ended != 0) EndGroup(&header_->dead, ended);
     }
-    FutexWait(&header_->generation, generation, std::min(deadline - now, kLongestSleep));
+    FutexWait(&header_->state, before, std::min(deadline - now, kLongestSleep));
   }
   wait_ns_.fetch_add(MonotonicNanos() - start, std::memory_order_relaxed);
   return status;
 }
 
 void ShmSegment::Abort() {
-  header_->aborted.store(1, std::memory_order_release);
-  FutexWakeAll(&header_->generation);
+  aborted_.store(true, std::memory_order_release);
+  EndGroup(&header_->left, uint64_t{1} << rank_);
 }
 
 }  // namespace kdt

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -22,7 +21,9 @@ class ShmSegment {
   // As MakeShmCollective. The segment has, for each of two parities, one buffer of `buffer_bytes` a rank and
   // one of the same size for results.
   static absl::StatusOr<std::unique_ptr<ShmSegment>> Join(const std::string& id, int rank, int size,
-                                                          size_t buffer_bytes, absl::Duration timeout);
+                                                          size_t buffer_bytes, absl::Duration timeout,
+                                                          const std::atomic<bool>* cancelled);
+  // Leaves the group: whoever still waits is woken.
   ~ShmSegment();
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
@@ -33,8 +34,8 @@ class ShmSegment {
   std::byte* Buffer(int parity, int rank) const;
   std::byte* Result(int parity) const { return Buffer(parity, size_); }
 
-  // Waits until every rank is here. DEADLINE_EXCEEDED names the ranks that are not; CANCELLED after Abort by
-  // any rank. After an error the segment is of no use any more.
+  // Waits until every rank is here. After an error (those of Collective) the segment is of no use any more,
+  // and every other rank gets an error too.
   absl::Status Barrier(absl::Time deadline);
   void Abort();
   int64_t wait_ns() const { return wait_ns_.load(std::memory_order_relaxed); }
@@ -44,18 +45,28 @@ class ShmSegment {
   ShmSegment() = default;
   absl::Status Create(const std::string& path);
   absl::Status Open(const std::string& path, absl::Time deadline);
-  absl::Status Attach(absl::Time deadline);
-  // "ranks 2, 5": those whose mark is below `least`.
-  std::string Missing(uint32_t least) const;
+  absl::Status Map(int fd);
+  absl::Status Claim();
+
+  // Ranks as bits.
+  uint64_t Missing() const;
+  uint64_t Ended(uint64_t ranks) const;
+  void EndGroup(std::atomic<uint64_t>* cause, uint64_t ranks);
+  absl::Status EndedStatus() const;
+  std::string Names(uint64_t ranks, bool processes) const;
+  bool Cancelled() const { return cancelled_ != nullptr && cancelled_->load(std::memory_order_relaxed); }
 
   int rank_ = 0;
   int size_ = 0;
+  int fd_ = -1;  // holds this rank's byte lock: the system drops it when the process ends
   size_t buffer_bytes_ = 0;
   size_t mapped_bytes_ = 0;
   Header* header_ = nullptr;
   std::byte* data_ = nullptr;
-  uint32_t barriers_ = 0;  // passed by this rank
+  uint32_t barriers_ = 0;  // come to by this rank
   int spins_ = 0;          // looks at the generation before it sleeps
+  const std::atomic<bool>* cancelled_ = nullptr;
+  std::atomic<bool> aborted_{false};  // by this rank
   std::atomic<int64_t> wait_ns_{0};
 };
 

@@ -122,8 +122,24 @@ TEST_CASE("a rank that does not come is named after the deadline, and the others
   CHECK(statuses[0].code() == absl::StatusCode::kDeadlineExceeded);
   CHECK(statuses[0].message().find("rank 1") != absl::string_view::npos);
   CHECK(statuses[0].message().find("rank 2") == absl::string_view::npos);
-  CHECK(statuses[1].code() == absl::StatusCode::kCancelled);
-  CHECK(statuses[2].code() == absl::StatusCode::kCancelled);
+  // The same reason everywhere, and long before rank 2's own deadline.
+  CHECK(statuses[1] == statuses[0]);
+  CHECK(statuses[2] == statuses[0]);
+}
+
+TEST_CASE("abort by one rank ends the operation on all") {
+  std::vector<absl::Status> statuses(3);
+  RunRanks("abort", 3, 1 << 16, [&](Collective& collective, int rank) {
+    if (rank == 1) {
+      absl::SleepFor(absl::Milliseconds(50));
+      collective.Abort();
+    }
+    float value = 1;
+    statuses[static_cast<size_t>(rank)] =
+        collective.AllReduceSum(kernels::MakeTensor(&value, kernels::DType::kF32, 1, 1));
+  });
+  for (const absl::Status& status : statuses) CHECK(status.code() == absl::StatusCode::kCancelled);
+  CHECK(statuses[0].message().find("rank 1") != absl::string_view::npos);
 }
 
 TEST_CASE("a group that is not complete in time fails with the missing ranks and leaves no name behind") {
@@ -146,39 +162,84 @@ TEST_CASE("bad names and ranks are refused") {
   CHECK_FALSE(MakeShmCollective("x", 0, 65, 1 << 16, absl::Milliseconds(10)).ok());
 }
 
-TEST_CASE("a killed process: the others end when they are aborted, nothing stays in /dev/shm") {
-  const std::string id = FreshId("killed");
-  const pid_t child = fork();
-  if (child == 0) {
-    auto collective = MakeShmCollective(id, 1, 2, 1 << 16, absl::Seconds(20));
-    if (!collective.ok()) _exit(1);
-    (*collective)->SetDeadline(absl::Now() + absl::Seconds(20));
-    float value = 1;
-    while ((*collective)->AllReduceSum(kernels::MakeTensor(&value, kernels::DType::kF32, 1, 1)).ok())
-      value = 1;
-    _exit(2);
+TEST_CASE("joining can be cancelled") {
+  std::atomic<bool> cancelled{false};
+  std::vector<absl::Status> statuses(2);
+  std::vector<std::thread> threads;
+  for (const int rank : {0, 2}) {
+    threads.emplace_back([&, rank, id = rank == 0 ? FreshId("cancel") : FreshId("nobody")] {
+      statuses[rank / 2] = MakeShmCollective(id, rank, 3, 1 << 16, absl::Seconds(60), &cancelled).status();
+      if (NameExists(id)) statuses[rank / 2] = absl::InternalError("name left behind");
+    });
   }
-  auto collective = MakeShmCollective(id, 0, 2, 1 << 16, absl::Seconds(20));
+  absl::SleepFor(absl::Milliseconds(50));
+  cancelled = true;
+  for (std::thread& thread : threads) thread.join();
+  for (const absl::Status& status : statuses) CHECK(status.code() == absl::StatusCode::kCancelled);
+}
+
+TEST_CASE("a rank cannot join twice, a used name is refused") {
+  const std::string id = FreshId("twice");
+  absl::Status zero, one, again, reused;
+  std::atomic<bool> stop{false};
+  std::thread first([&] { zero = MakeShmCollective(id, 0, 3, 1 << 16, absl::Seconds(60), &stop).status(); });
+  std::thread second([&] { one = MakeShmCollective(id, 1, 3, 1 << 16, absl::Seconds(60), &stop).status(); });
+  absl::SleepFor(absl::Milliseconds(100));
+  again = MakeShmCollective(id, 1, 3, 1 << 16, absl::Milliseconds(500)).status();
+  reused = MakeShmCollective(id, 0, 3, 1 << 16, absl::Milliseconds(500)).status();
+  CHECK(NameExists(id));  // the group goes on waiting for rank 2
+  stop = true;
+  first.join();
+  second.join();
+  CHECK(again.code() == absl::StatusCode::kAlreadyExists);
+  CHECK(reused.code() == absl::StatusCode::kAlreadyExists);
+  CHECK_FALSE(zero.ok());
+  CHECK_FALSE(one.ok());
+  CHECK_FALSE(NameExists(id));
+}
+
+TEST_CASE("a process killed in the middle is named long before the deadline") {
+  constexpr int kSize = 4;
+  const std::string id = FreshId("killed");
+  pid_t children[kSize] = {};
+  const auto reduce_until_error = [](Collective& collective) {
+    while (true) {
+      std::vector<float> values(20000, 1.0f);
+      const absl::Status status =
+          collective.AllReduceSum(kernels::MakeTensor(values.data(), kernels::DType::kF32, 1, 20000));
+      if (!status.ok()) return status;
+    }
+  };
+  for (int rank = 1; rank < kSize; ++rank) {
+    children[rank] = fork();
+    if (children[rank] != 0) continue;
+    auto collective = MakeShmCollective(id, rank, kSize, 1 << 16, absl::Seconds(20));
+    if (!collective.ok()) _exit(1);
+    (*collective)->SetDeadline(absl::Now() + absl::Seconds(60));
+    _exit(reduce_until_error(**collective).code() == absl::StatusCode::kUnavailable ? 0 : 2);
+  }
+  auto collective = MakeShmCollective(id, 0, kSize, 1 << 16, absl::Seconds(20));
   REQUIRE(collective.ok());
   CHECK_FALSE(NameExists(id));
-  (*collective)->SetDeadline(absl::Now() + absl::Seconds(20));
-  float value = 1;
-  for (int i = 0; i < 100; ++i) {
-    REQUIRE((*collective)->AllReduceSum(kernels::MakeTensor(&value, kernels::DType::kF32, 1, 1)).ok());
-    value = 1;
-  }
-  kill(child, SIGKILL);
-  int status = 0;
-  waitpid(child, &status, 0);
-  std::thread aborter([&] {
-    absl::SleepFor(absl::Milliseconds(50));
-    (*collective)->Abort();
+  (*collective)->SetDeadline(absl::Now() + absl::Seconds(60));
+  std::thread killer([&] {
+    absl::SleepFor(absl::Milliseconds(100));
+    kill(children[2], SIGKILL);
   });
-  absl::Status last;
-  while (last.ok())
-    last = (*collective)->AllReduceSum(kernels::MakeTensor(&value, kernels::DType::kF32, 1, 1));
-  aborter.join();
-  CHECK(last.code() == absl::StatusCode::kCancelled);
+  const absl::Status status = reduce_until_error(**collective);
+  killer.join();
+  CHECK(status.code() == absl::StatusCode::kUnavailable);
+  CHECK(status.message().find("rank 2 (process " + std::to_string(children[2])) != absl::string_view::npos);
+  for (int rank = 1; rank < kSize; ++rank) {
+    int result = 0;
+    REQUIRE(waitpid(children[rank], &result, 0) == children[rank]);
+    if (rank == 2) {
+      CHECK(WIFSIGNALED(result));
+    } else {
+      CHECK(WIFEXITED(result));
+      CHECK(WEXITSTATUS(result) == 0);
+    }
+  }
 }
 
 }  // namespace kdt
