@@ -18,7 +18,7 @@ using kernels::DType;
 
 // Up to this many values every rank sums all of them itself. Above, each sums its own part and a second
 // barrier gives everybody the others' parts: less arithmetic for one more wake-up.
-constexpr int64_t kOneShotValues = 16384;
+constexpr int64_t kOneShotValues = 4096;
 
 float ToFloat(uint16_t bf16) {
   const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
