@@ -1,0 +1,239 @@
+// The group over real unix sockets: forming, steps, and each way in which a rank can fail.
+#include <thread>
+
+#include "common/process.h"
+#include "coordinator/group/group_forming.h"
+#include "coordinator/group/rank_group.h"
+#include "tests/coordinator/group/fake_worker.h"
+#include "tests/support/catch.h"
+
+namespace kdt::testing {
+namespace {
+
+constexpr int kTp = 4;
+
+struct Ranks {
+  explicit Ranks(int step_timeout_ms = 2000) : dir(*MakeTempDir("kdt-test-")) {
+    for (int rank = 0; rank < kTp; ++rank) {
+      const std::string address = "unix:" + dir + "/rank" + std::to_string(rank);
+      options.addresses.push_back(address);
+      workers.push_back(std::make_unique<FakeWorker>(address, rank, kTp));
+    }
+    options.step_timeout_ms = step_timeout_ms;
+    group = std::make_unique<RankGroup>(options);
+  }
+  ~Ranks() {
+    group.reset();
+    workers.clear();
+    RemoveTree(dir);
+  }
+
+  bool WaitState(GroupState state) {
+    for (int i = 0; i < 2000 && group->state() != state; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    return group->state() == state;
+  }
+  void FormAndServe() {
+    group->Form();
+    REQUIRE(WaitState(GroupState::kServing));
+  }
+  // Steps of one sequence: a prompt, then roots.
+  absl::Status Step() {
+    v1::StepRequest request;
+    if (position == 0) {
+      request.add_ops()->mutable_create()->set_sequence_id(1);
+      auto* chunk = request.add_prefill();
+      chunk->set_sequence_id(1);
+      chunk->set_sample(true);
+      for (uint32_t id = 1; id <= 3; ++id) chunk->add_tokens(id);
+    } else {
+      auto* tree = request.add_verify();
+      tree->set_sequence_id(1);
+      tree->set_start(position);
+      tree->add_tokens(root);
+    }
+    absl::Status status = group->Send(&request);
+    if (status.ok()) status = group->Receive(&answer);
+    if (!status.ok()) return status;
+    position += position == 0 ? 3 : 1;
+    root = answer.results(0).tokens(0);
+    return status;
+  }
+
+  std::string dir;
+  RankGroupOptions options;
+  std::vector<std::unique_ptr<FakeWorker>> workers;
+  std::unique_ptr<RankGroup> group;
+  v1::StepResponse answer;
+  uint32_t position = 0;
+  uint32_t root = 0;
+};
+
+void CheckNamed(const Ranks& ranks, const std::string& rank, const std::string& what) {
+  INFO(ranks.group->reason());
+  CHECK(ranks.group->state() == GroupState::kDown);
+  CHECK(ranks.group->reason().rfind(rank + " ", 0) == 0);
+  CHECK(ranks.group->reason().find(what) != std::string::npos);
+}
+
+}  // namespace
+
+TEST_CASE("ranks form a group, take steps and tell of themselves") {
+  Ranks ranks;
+  ranks.workers[2]->description.set_ready(false);
+  ranks.group->Form();
+  std::this_thread::sleep_for(std::chrono::milliseconds(120));
+  CHECK(ranks.group->state() == GroupState::kJoining);  // one is loading
+  {
+    const std::lock_guard lock(ranks.workers[2]->description_mutex);
+    ranks.workers[2]->description.set_ready(true);
+  }
+  REQUIRE(ranks.WaitState(GroupState::kServing));
+  CHECK(ranks.group->epoch() == 1);
+  CHECK(ranks.group->limits().kv_slots == 4096);
+  for (int i = 0; i < 20; ++i) REQUIRE(ranks.Step().ok());
+  CHECK(ranks.group->last_cost().round_trip_us > 0);
+  REQUIRE(ranks.group->Poll().ok());
+  for (const RankStatus& rank : ranks.group->Ranks()) {
+    CHECK(rank.up);
+    CHECK(rank.steps >= 19);
+    CHECK(rank.kv_slots_used >= 21);
+  }
+  ranks.group->DrainWorkers();
+  for (const auto& worker : ranks.workers) CHECK(worker->drained);
+}
+
+TEST_CASE("a rank that cannot load is named with its reason") {
+  Ranks ranks;
+  ranks.workers[3]->description.set_ready(false);
+  ranks.workers[3]->description.set_load_error("model-00002.safetensors: missing");
+  ranks.group->Form();
+  REQUIRE(ranks.WaitState(GroupState::kDown));
+  CheckNamed(ranks, "rank 3", "model-00002.safetensors: missing");
+}
+
+TEST_CASE("ranks that do not belong together are refused") {
+  std::vector<v1::DescribeResponse> described(2);
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    described[rank].set_rank(rank);
+    described[rank].set_tp(2);
+    described[rank].set_kv_slots_total(100);
+    described[rank].set_max_rows(64);
+    described[rank].set_max_sequences(8);
+    described[rank].set_max_tree_nodes(65);
+  }
+  REQUIRE(CheckDescriptions(described).ok());
+  const auto refused = [&](const std::string& what) {
+    const absl::Status status = CheckDescriptions(described).status();
+    INFO(status.message());
+    return !status.ok() && std::string(status.message()).find("rank 1: ") == 0 &&
+           std::string(status.message()).find(what) != std::string::npos;
+  };
+  SECTION("checkpoint") {
+    described[1].set_checkpoint_digest("other");
+    CHECK(refused("checkpoint_digest"));
+  }
+  SECTION("rank") {
+    described[1].set_rank(0);
+    CHECK(refused("is rank 0"));
+  }
+  SECTION("tp") {
+    described[1].set_tp(4);
+    CHECK(refused("tp 4"));
+  }
+  SECTION("slots") {
+    described[1].set_kv_slots_total(90);
+    CHECK(refused("kv_slots_total"));
+  }
+  SECTION("kv_dtype") {
+    described[1].set_kv_dtype("bf16");
+    CHECK(refused("kv_dtype"));
+  }
+  SECTION("rows") {
+    described[1].set_max_rows(32);
+    CHECK(refused("max_rows"));
+  }
+}
+
+TEST_CASE("a diverging rank is named before any token of the next step") {
+  Ranks ranks;
+  ranks.FormAndServe();
+  for (int i = 0; i < 3; ++i) REQUIRE(ranks.Step().ok());
+  ranks.workers[2]->fault = Fault::kDigest;
+  // The diverging step itself may come through, the one behind it may not.
+  if (ranks.Step().ok()) CHECK_FALSE(ranks.Step().ok());
+  CheckNamed(ranks, "rank 2", "digests differ");
+  for (const RankStatus& rank : ranks.group->Ranks()) CHECK(rank.up == (rank.rank != 2));
+}
+
+TEST_CASE("a divergence shows also when no step follows") {
+  Ranks ranks;
+  ranks.FormAndServe();
+  ranks.workers[1]->fault = Fault::kDigest;
+  absl::Status status = ranks.Step();
+  for (int i = 0; i < 1000 && status.ok(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    status = ranks.group->Poll();
+  }
+  CheckNamed(ranks, "rank 1", "digests differ");
+}
+
+TEST_CASE("a dead rank is named at once, also while idle") {
+  Ranks ranks;
+  ranks.FormAndServe();
+  REQUIRE(ranks.Step().ok());
+  SECTION("in a step, while the others wait for it") {
+    for (const int rank : {0, 1, 2}) ranks.workers[rank]->fault = Fault::kHang;
+    ranks.workers[3]->fault = Fault::kEndsStream;
+    CHECK_FALSE(ranks.Step().ok());
+  }
+  SECTION("idle") {
+    ranks.workers[3]->Stop();
+    absl::Status status;
+    for (int i = 0; i < 1000 && status.ok(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      status = ranks.group->Poll();
+    }
+    CHECK_FALSE(status.ok());
+  }
+  CheckNamed(ranks, "rank 3", "stream ended");
+}
+
+TEST_CASE("a late rank is named, not those that waited for it") {
+  Ranks ranks(300);
+  ranks.FormAndServe();
+  REQUIRE(ranks.Step().ok());
+  for (const int rank : {0, 1, 3}) ranks.workers[rank]->fault = Fault::kWaits;
+  ranks.workers[2]->fault = Fault::kHang;
+  CHECK_FALSE(ranks.Step().ok());
+  CheckNamed(ranks, "rank 2", "");
+}
+
+TEST_CASE("a rank that errs is named with its error") {
+  Ranks ranks(300);
+  ranks.FormAndServe();
+  REQUIRE(ranks.Step().ok());
+  for (const int rank : {0, 2, 3}) ranks.workers[rank]->fault = Fault::kWaits;
+  ranks.workers[1]->fault = Fault::kFails;
+  CHECK_FALSE(ranks.Step().ok());
+  CheckNamed(ranks, "rank 1", "the device is broken");
+}
+
+TEST_CASE("a lost group forms again in a later epoch") {
+  Ranks ranks;
+  ranks.FormAndServe();
+  REQUIRE(ranks.Step().ok());
+  ranks.workers[3]->fault = Fault::kEndsStream;
+  // Rank 0 does not wait for the others here, so one step may still come through.
+  if (ranks.Step().ok()) CHECK_FALSE(ranks.Step().ok());
+  ranks.workers[3]->Stop();
+  ranks.group->Form();
+  ranks.workers[3]->fault = Fault::kNone;
+  ranks.workers[3]->Restart();
+  REQUIRE(ranks.WaitState(GroupState::kServing));
+  CHECK(ranks.group->epoch() == 2);
+  ranks.position = 0;
+  for (int i = 0; i < 5; ++i) CHECK(ranks.Step().ok());
+}
+
+}  // namespace kdt::testing
