@@ -31,8 +31,8 @@ absl::Status ProbeCollective(Collective* collective) {
 
 }  // namespace
 
-EngineThread::EngineThread(int rank, int tp, CollectiveFactory factory, StepObserver observer)
-    : rank_(rank), tp_(tp), factory_(std::move(factory)), observer_(std::move(observer)), thread_([this] {
+EngineThread::EngineThread(int rank, int tp, CollectiveFactory factory, StepListener listener)
+    : rank_(rank), tp_(tp), factory_(std::move(factory)), listener_(std::move(listener)), thread_([this] {
         Run();
       }) {}
 
@@ -174,7 +174,7 @@ void EngineThread::RunStep(const v1::StepRequest& request, int64_t received_us, 
     EndEpoch(request.epoch());
   }
   response->mutable_timings()->set_total_us(static_cast<float>(MonotonicMicros() - received_us));
-  if (observer_) observer_(request, *response);
+  if (listener_) listener_(request, *response);
 }
 
 void EngineThread::Step(v1::StepRequest request, StepDone done) {

@@ -22,14 +22,14 @@ using CollectiveFactory =
     std::function<absl::StatusOr<std::unique_ptr<Collective>>(const v1::JoinGroupRequest& request)>;
 
 // Called on the engine's thread behind every step, for metrics.
-using StepObserver = std::function<void(const v1::StepRequest& request, const v1::StepResponse& response)>;
+using StepListener = std::function<void(const v1::StepRequest& request, const v1::StepResponse& response)>;
 
 class EngineThread {
  public:
   using JoinDone = std::function<void(absl::StatusOr<std::string> collective_name)>;
   using StepDone = std::function<void(v1::StepResponse response)>;
 
-  EngineThread(int rank, int tp, CollectiveFactory factory, StepObserver observer);
+  EngineThread(int rank, int tp, CollectiveFactory factory, StepListener listener);
   // Aborts what runs, answers what waits with CANCELLED, and joins the thread.
   ~EngineThread();
 
@@ -64,7 +64,7 @@ class EngineThread {
   const int rank_;
   const int tp_;
   const CollectiveFactory factory_;
-  const StepObserver observer_;
+  const StepListener listener_;
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;
