@@ -9,7 +9,7 @@ namespace kdt {
 absl::StatusOr<std::unique_ptr<DraftStep>> DraftStep::Create(kernels::Backend* backend, Drafter* drafter,
                                                              Shard shard, int64_t vocab_size,
                                                              int64_t max_rows, int64_t table_stride,
-                                                             int64_t window, StepObserver* observer) {
+                                                             int64_t window, EngineObserver* observer) {
   auto step = std::unique_ptr<DraftStep>(new DraftStep);
   step->drafter_ = drafter;
   step->window_ = window;

@@ -38,7 +38,7 @@ class DraftStep {
   static absl::StatusOr<std::unique_ptr<DraftStep>> Create(kernels::Backend* backend, Drafter* drafter,
                                                            Shard shard, int64_t vocab_size, int64_t max_rows,
                                                            int64_t table_stride, int64_t window,
-                                                           StepObserver* observer);
+                                                           EngineObserver* observer);
 
   // `all`: the kept rows are all rows of the step.
   absl::Status Append(std::span<const KeptRow> kept, bool all, Collective& collective);
@@ -53,7 +53,7 @@ class DraftStep {
 
   Drafter* drafter_ = nullptr;
   int64_t window_ = 0;
-  StepObserver* observer_ = nullptr;
+  EngineObserver* observer_ = nullptr;
   std::unique_ptr<DraftTopK> top_k_;
   SlotTables tables_;
   StagedBlock context_;  // of Append

@@ -27,11 +27,11 @@ struct EngineOptions {
   int64_t kv_bytes = int64_t{1} << 30;  // memory for target and drafter pools
   int64_t max_rows = 1024;              // rows a step
   int64_t max_sequences = 256;
-  int64_t max_context = 0;           // 0: the model's
-  int64_t max_tree_nodes = 256;      // root included
-  int64_t draft_window = 0;          // context positions a draft block sees, counted from its end; 0: all
-  float draft_rope_factor = 0;       // factor on cos and sin in the drafter; 0: what its config says
-  StepObserver* observer = nullptr;  // for tests; outlives the engine
+  int64_t max_context = 0;             // 0: the model's
+  int64_t max_tree_nodes = 256;        // root included
+  int64_t draft_window = 0;            // context positions a draft block sees, counted from its end; 0: all
+  float draft_rope_factor = 0;         // factor on cos and sin in the drafter; 0: what its config says
+  EngineObserver* observer = nullptr;  // for tests; outlives the engine
 };
 
 class Engine {

@@ -7,9 +7,9 @@
 
 namespace kdt {
 
-class StepObserver {
+class EngineObserver {
  public:
-  virtual ~StepObserver() = default;
+  virtual ~EngineObserver() = default;
 
   // The residual stream [rows, hidden] behind layer `layer`; -1: the embedding. Valid during the call.
   virtual void OnLayerOutput(int64_t /*layer*/, const kernels::Tensor& /*residual*/) {}

@@ -14,7 +14,7 @@ constexpr double kLogitTolerance = 2e-3;
 constexpr double kLogprobTolerance = 1e-3;
 constexpr int kTop = 8;
 
-class Recorder : public StepObserver {
+class Recorder : public EngineObserver {
  public:
   void OnDraftLogits(const kernels::Tensor& tensor) override {
     logits.assign(tensor.f32(), tensor.f32() + tensor.rows * tensor.cols);

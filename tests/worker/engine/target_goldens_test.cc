@@ -17,7 +17,7 @@ constexpr double kLogprobTolerance = 1e-3;
 constexpr int kTop = 5;
 
 // Keeps what rank 0 sees of the last step.
-class Recorder : public StepObserver {
+class Recorder : public EngineObserver {
  public:
   void OnLayerOutput(int64_t layer, const kernels::Tensor& residual) override {
     layers[layer].assign(residual.f32(), residual.f32() + residual.rows * residual.cols);

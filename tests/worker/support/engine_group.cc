@@ -29,7 +29,7 @@ absl::Status EngineGroup::OnAllRanks(const std::function<absl::Status(int)>& bod
 }
 
 absl::StatusOr<std::unique_ptr<EngineGroup>> EngineGroup::Start(EngineOptions options, int tp,
-                                                                StepObserver* observer) {
+                                                                EngineObserver* observer) {
   static std::atomic<int> counter = 0;
   const std::string id = absl::StrCat("engine-test-", getpid(), "-", ++counter);
   auto group = std::make_unique<EngineGroup>();

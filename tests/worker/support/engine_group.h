@@ -18,7 +18,7 @@ class EngineGroup {
  public:
   // `options.rank` and `options.tp` are set here; `observer` (may be null) sees rank 0.
   static absl::StatusOr<std::unique_ptr<EngineGroup>> Start(EngineOptions options, int tp,
-                                                            StepObserver* observer = nullptr);
+                                                            EngineObserver* observer = nullptr);
 
   // A step on every rank. Checks that all agree on the digest; returns rank 0's response. `request.step` is
   // filled in.
