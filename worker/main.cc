@@ -11,6 +11,8 @@
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
 #include "common/address.h"
 #include "common/clock.h"
 #include "common/flags.h"
@@ -38,6 +40,7 @@ ABSL_FLAG(int64_t, kv_bytes, int64_t{1} << 30, "bytes for the KV pools of target
 ABSL_FLAG(int64_t, max_rows, 1024, "most rows a step");
 ABSL_FLAG(int64_t, max_context, 0, "longest sequence; 0: the model's limit");
 ABSL_FLAG(int64_t, max_sequences, 256, "most sequences alive at once");
+ABSL_FLAG(int64_t, max_tree_nodes, 256, "most nodes a tree, root included");
 ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
 ABSL_FLAG(bool, die_with_parent, false, "end when the process that started this one ends");
 
@@ -48,6 +51,9 @@ constexpr int64_t kProgressEveryMicros = 1000000;
 // How long a worker whose checkpoint cannot be loaded stays to tell the coordinator why.
 constexpr std::chrono::milliseconds kTellLoadError{1500};
 constexpr size_t kCollectiveBufferBytes = 1 << 20;
+// How long the end waits for the step in progress, and for its answer to leave.
+constexpr absl::Duration kDrainTimeout = absl::Seconds(5);
+constexpr std::chrono::milliseconds kAnswerGrace{100};
 
 int Fail(absl::string_view message) {
   std::fprintf(stderr, "kdt-worker: %.*s\n", static_cast<int>(message.size()), message.data());
@@ -65,6 +71,7 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
   options.max_rows = absl::GetFlag(FLAGS_max_rows);
   options.max_context = absl::GetFlag(FLAGS_max_context);
   options.max_sequences = absl::GetFlag(FLAGS_max_sequences);
+  options.max_tree_nodes = absl::GetFlag(FLAGS_max_tree_nodes);
   const auto check = [](absl::string_view flag, int64_t value, int64_t least, int64_t most) {
     if (value >= least && value <= most) return absl::OkStatus();
     return absl::InvalidArgumentError(
@@ -79,6 +86,7 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
         check("max_rows", options.max_rows, 1, 65536),
         check("max_context", options.max_context, 0, int64_t{1} << 24),
         check("max_sequences", options.max_sequences, 1, 65536),
+        check("max_tree_nodes", options.max_tree_nodes, 1, 4096),
         check("metrics_port", absl::GetFlag(FLAGS_metrics_port), -1, 65535)}) {
     if (!status.ok()) return status;
   }
@@ -90,11 +98,12 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
   return options;
 }
 
-absl::StatusOr<std::unique_ptr<Collective>> MakeCollective(const v1::JoinGroupRequest& request) {
+absl::StatusOr<std::unique_ptr<Collective>> MakeCollective(const v1::JoinGroupRequest& request,
+                                                           const std::atomic<bool>* cancelled) {
   if (request.tp() == 1) return MakeLocalCollective();
   return MakeShmCollective(request.collective_id(), static_cast<int>(request.rank()),
                            static_cast<int>(request.tp()), kCollectiveBufferBytes,
-                           absl::Milliseconds(request.timeout_ms()));
+                           absl::Milliseconds(request.timeout_ms()), cancelled);
 }
 
 absl::StatusOr<std::unique_ptr<Engine>> LoadWithProgress(const EngineOptions& options,
@@ -165,17 +174,20 @@ int Run() {
   std::printf("kdt-worker ready listen=%s\n", bound.ToString().c_str());
   std::fflush(stdout);
 
+  std::atomic<bool> loading{true};
   std::thread loader([&] {
     auto loaded = LoadWithProgress(*options, backend->get(), &service, &metrics);
     if (loaded.ok()) {
       engine.SetEngine(*std::move(loaded));
+      loading = false;
       return;
     }
     const std::string error(loaded.status().message());
     spdlog::error("cannot load: {}", error);
     service.SetLoadError(error);
-    std::this_thread::sleep_for(kTellLoadError);
     exit_status = 1;
+    std::this_thread::sleep_for(kTellLoadError);
+    loading = false;
     kill(getpid(), SIGTERM);
   });
 
@@ -185,8 +197,15 @@ int Run() {
   sigaddset(&signals, SIGINT);
   int signal = 0;
   sigwait(&signals, &signal);
-  // The engine's thread finishes the step it is in; open streams are cancelled.
-  server->Shutdown(std::chrono::system_clock::now());
+  // The step in progress is finished and its answer sent; then open streams are cancelled.
+  const auto drained = std::make_shared<absl::Notification>();
+  engine.Drain([drained](uint64_t) { drained->Notify(); });
+  drained->WaitForNotificationWithTimeout(kDrainTimeout);
+  server->Shutdown(std::chrono::system_clock::now() + kAnswerGrace);
+  if (loading) {
+    spdlog::info("ended while loading");
+    _exit(exit_status);  // nothing interrupts a load, and there is nothing to tidy up
+  }
   loader.join();
   return exit_status;
 }
@@ -196,7 +215,11 @@ int Run() {
 
 int main(int argc, char** argv) {
   kdt::ParseFlags(argc, argv, "one tensor-parallel rank of kdtree-engine; kdt-launch starts a whole group");
-  if (absl::GetFlag(FLAGS_die_with_parent)) prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (absl::GetFlag(FLAGS_die_with_parent)) {
+    const pid_t parent = getppid();
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) return 1;  // it ended before the line above
+  }
   const std::string name = absl::StrCat("worker ", absl::GetFlag(FLAGS_rank));
   if (const absl::Status status = kdt::InitLogging(name, absl::GetFlag(FLAGS_log_level)); !status.ok()) {
     return kdt::Fail(status.message());

@@ -12,6 +12,7 @@ namespace kdt {
 namespace {
 
 constexpr uint32_t kMaxStepDeadlineMs = 3600 * 1000;
+constexpr uint32_t kMaxJoinTimeoutMs = 3600 * 1000;
 constexpr int64_t kProbeValues = 4096;  // of the reduction that tests a new group
 
 // Every rank contributes rank + 1 in each place, so a rank that was summed twice or not at all shows.
@@ -41,6 +42,7 @@ EngineThread::~EngineThread() {
     const std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
     epoch_over_ = true;
+    CancelJoin();
     if (collective_ != nullptr) collective_->Abort();
   }
   wake_.notify_one();
@@ -100,37 +102,56 @@ void EngineThread::EndEpoch(uint64_t epoch) {
   if (collective_ != nullptr) collective_->Abort();
 }
 
+void EngineThread::CancelJoin() {
+  if (joining_ != nullptr) joining_->store(true);
+}
+
 void EngineThread::JoinGroup(const v1::JoinGroupRequest& request, JoinDone done) {
+  if (request.timeout_ms() == 0 || request.timeout_ms() > kMaxJoinTimeoutMs) {
+    done(absl::InvalidArgumentError(
+        absl::StrCat("timeout_ms: ", request.timeout_ms(), " is not in 1..", kMaxJoinTimeoutMs)));
+    return;
+  }
   if (request.rank() != static_cast<uint32_t>(rank_) || request.tp() != static_cast<uint32_t>(tp_)) {
     done(absl::InvalidArgumentError(absl::StrCat("rank ", request.rank(), " of ", request.tp(),
                                                  ": this worker is rank ", rank_, " of ", tp_)));
     return;
   }
+  const auto cancelled = std::make_shared<std::atomic<bool>>(false);
+  absl::Status refused;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (engine_ == nullptr) {
-      done(absl::FailedPreconditionError("the weights are not loaded yet"));
-      return;
+      refused = absl::FailedPreconditionError("the weights are not loaded yet");
+    } else if (request.epoch() <= epoch_) {
+      refused = absl::InvalidArgumentError(
+          absl::StrCat("epoch: ", request.epoch(), " is not larger than ", epoch_));
+    } else {
+      epoch_over_ = true;  // a step of the old epoch may hang in a collective
+      if (collective_ != nullptr) collective_->Abort();
+      CancelJoin();
+      joining_ = cancelled;
     }
-    if (request.epoch() <= epoch_) {
-      done(absl::InvalidArgumentError(
-          absl::StrCat("epoch: ", request.epoch(), " is not larger than ", epoch_)));
-      return;
-    }
-    epoch_over_ = true;  // a step of the old epoch may hang in a collective
-    if (collective_ != nullptr) collective_->Abort();
   }
-  Post([this, request, done = std::move(done)] { done(Join(request)); });
+  if (!refused.ok()) {
+    done(refused);
+    return;
+  }
+  Post([this, request, cancelled, done = std::move(done)] { done(Join(request, cancelled)); });
 }
 
-absl::StatusOr<std::string> EngineThread::Join(const v1::JoinGroupRequest& request) {
-  KDT_ASSIGN_OR_RETURN(std::unique_ptr<Collective> collective, factory_(request));
+absl::StatusOr<std::string> EngineThread::Join(const v1::JoinGroupRequest& request,
+                                               const CancelFlag& cancelled) {
+  if (cancelled->load()) return absl::CancelledError("another join or the end of this worker came first");
+  KDT_ASSIGN_OR_RETURN(std::unique_ptr<Collective> collective, factory_(request, cancelled.get()));
   collective->SetDeadline(absl::Now() + absl::Milliseconds(request.timeout_ms()));
   KDT_RETURN_IF_ERROR(ProbeCollective(collective.get()));
   const std::string name = collective->name();
   engine_->StartEpoch(collective.get());
   const std::lock_guard<std::mutex> lock(mutex_);
   collective_ = std::move(collective);
+  collective_cancelled_ = cancelled;
+  if (joining_ == cancelled) joining_ = nullptr;
   epoch_ = request.epoch();
   last_step_ = 0;
   epoch_over_ = stop_;
@@ -187,6 +208,10 @@ void EngineThread::Step(v1::StepRequest request, StepDone done) {
 }
 
 void EngineThread::Drain(std::function<void(uint64_t)> done) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    CancelJoin();
+  }
   Post([this, done = std::move(done)] { done(steps_); });
 }
 

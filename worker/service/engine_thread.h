@@ -1,6 +1,7 @@
 // The one thread that runs a rank's engine, and the life of an epoch around it.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -18,8 +19,9 @@
 namespace kdt {
 
 // Makes the collective of an epoch: id, rank, size, timeout. main.cc chooses the implementation by backend.
-using CollectiveFactory =
-    std::function<absl::StatusOr<std::unique_ptr<Collective>>(const v1::JoinGroupRequest& request)>;
+// Gives up soon after `*cancelled` has become true; it lives as long as the collective.
+using CollectiveFactory = std::function<absl::StatusOr<std::unique_ptr<Collective>>(
+    const v1::JoinGroupRequest& request, const std::atomic<bool>* cancelled)>;
 
 // Called on the engine's thread behind every step, for metrics.
 using StepListener = std::function<void(const v1::StepRequest& request, const v1::StepResponse& response)>;
@@ -47,7 +49,8 @@ class EngineThread {
   // Ends `epoch` if it is the one that runs: wakes the engine from any collective. From any thread.
   void EndEpoch(uint64_t epoch);
 
-  // Calls `done` with the number of steps since start once everything queued before is finished.
+  // Calls `done` with the number of steps since start once everything queued before is finished. A join in
+  // progress is given up.
   void Drain(std::function<void(uint64_t steps)> done);
 
   // Fills the engine's part of the answer; false while the weights are not loaded.
@@ -57,7 +60,9 @@ class EngineThread {
  private:
   void Run();
   void Post(std::function<void()> task);
-  absl::StatusOr<std::string> Join(const v1::JoinGroupRequest& request);
+  using CancelFlag = std::shared_ptr<std::atomic<bool>>;
+  absl::StatusOr<std::string> Join(const v1::JoinGroupRequest& request, const CancelFlag& cancelled);
+  void CancelJoin();  // under the mutex
   void RunStep(const v1::StepRequest& request, int64_t received_us, v1::StepResponse* response);
   absl::Status CheckStep(const v1::StepRequest& request) const;
 
@@ -70,7 +75,9 @@ class EngineThread {
   std::condition_variable wake_;
   std::deque<std::function<void()>> tasks_;
   bool stop_ = false;
-  std::unique_ptr<Engine> engine_;  // set once; then used by the engine's thread alone (Describe is const)
+  std::unique_ptr<Engine> engine_;   // set once; then used by the engine's thread alone (Describe is const)
+  CancelFlag joining_;               // of the join that is queued or in progress
+  CancelFlag collective_cancelled_;  // the flag that collective_ was made with
   std::unique_ptr<Collective>
       collective_;  // replaced by the engine's thread under the mutex, aborted from any
   uint64_t epoch_ = 0;

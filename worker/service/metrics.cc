@@ -70,7 +70,7 @@ WorkerMetrics::WorkerMetrics(const WorkerIdentity& identity, std::shared_ptr<pro
   runs_ = gauge("kdt_worker_kv_runs", "Contiguous runs over all slot tables");
   fragmentation_ = gauge("kdt_worker_kv_fragmentation_ratio", "1 - largest free extent / free slots");
   moved_bytes_ =
-      gauge("kdt_worker_kv_moved_bytes", "Bytes of KV rows moved since start by commits and relocation");
+      counter("kdt_worker_kv_moved_bytes_total", "Bytes of KV rows moved by commits and relocation");
   load_seconds_ = gauge("kdt_worker_load_seconds", "Time to load the weights");
   weight_bytes_ = gauge("kdt_worker_weight_bytes", "Bytes of this rank's weights");
 }
@@ -94,6 +94,7 @@ void WorkerMetrics::Observe(const v1::StepRequest& request, const v1::StepRespon
   for (const v1::SequenceResult& result : response.results()) {
     if (!result.error().empty()) failed_sequences_->Increment();
   }
+  if (!response.has_pool()) return;  // a step that failed
   const v1::PoolStats& pool = response.pool();
   slots_private_->Set(static_cast<double>(pool.slots_used() - pool.slots_shared()));
   slots_shared_->Set(static_cast<double>(pool.slots_shared()));
@@ -101,7 +102,15 @@ void WorkerMetrics::Observe(const v1::StepRequest& request, const v1::StepRespon
   sequences_->Set(pool.sequences());
   runs_->Set(pool.runs());
   fragmentation_->Set(pool.fragmentation());
-  moved_bytes_->Set(static_cast<double>(pool.moved_bytes()));
+  if (pool.moved_bytes() > moved_so_far_) {
+    moved_bytes_->Increment(static_cast<double>(pool.moved_bytes() - moved_so_far_));
+    moved_so_far_ = pool.moved_bytes();
+  }
+}
+
+void WorkerMetrics::SetKvSlots(uint64_t total) {
+  slots_total_ = total;
+  slots_free_->Set(static_cast<double>(total));
 }
 
 void WorkerMetrics::SetLoaded(double seconds, uint64_t bytes) {

@@ -19,11 +19,12 @@ class WorkerMetrics {
   // Behind every step, on the engine's thread.
   void Observe(const v1::StepRequest& request, const v1::StepResponse& response);
   void SetLoaded(double seconds, uint64_t bytes);
-  void SetKvSlots(uint64_t total) { slots_total_ = total; }
+  void SetKvSlots(uint64_t total);
 
  private:
   std::shared_ptr<prometheus::Registry> registry_;
   uint64_t slots_total_ = 0;
+  uint64_t moved_so_far_ = 0;
   prometheus::Counter* steps_;
   prometheus::Counter* failed_steps_;
   prometheus::Counter* prefill_rows_;
@@ -36,13 +37,13 @@ class WorkerMetrics {
   prometheus::Counter* draft_seconds_;
   prometheus::Counter* sample_seconds_;
   prometheus::Counter* failed_sequences_;
+  prometheus::Counter* moved_bytes_;
   prometheus::Gauge* slots_private_;
   prometheus::Gauge* slots_shared_;
   prometheus::Gauge* slots_free_;
   prometheus::Gauge* sequences_;
   prometheus::Gauge* runs_;
   prometheus::Gauge* fragmentation_;
-  prometheus::Gauge* moved_bytes_;
   prometheus::Gauge* load_seconds_;
   prometheus::Gauge* weight_bytes_;
 };
