@@ -37,13 +37,19 @@ class CpuBackend final : public Backend {
 
   absl::StatusOr<void*> Allocate(size_t bytes) override {
     if (bytes > SIZE_MAX - kAlignment) return OutOfMemory(bytes);
-    const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    void* data = std::aligned_alloc(kAlignment, rounded == 0 ? kAlignment : rounded);
-    if (data == nullptr) return OutOfMemory(bytes);
-    std::memset(data, 0, rounded);
-    return data;
+    // calloc takes large blocks from the system as zero pages that cost nothing until they are touched: a KV
+    // pool or a buffer for the largest step is resident only as far as it is used. The block's begin lies
+    // before the aligned part.
+    void* block = std::calloc(1, bytes + kAlignment);
+    if (block == nullptr) return OutOfMemory(bytes);
+    const auto begin = reinterpret_cast<uintptr_t>(block);
+    void** data = reinterpret_cast<void**>((begin / kAlignment + 1) * kAlignment);
+    data[-1] = block;
+    return static_cast<void*>(data);
   }
-  void Free(void* data) override { std::free(data); }
+  void Free(void* data) override {
+    if (data != nullptr) std::free(static_cast<void**>(data)[-1]);
+  }
   absl::Status Upload(void* device, const void* host, size_t bytes) override {
     return Copy(device, host, bytes);
   }
