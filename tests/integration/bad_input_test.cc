@@ -138,7 +138,7 @@ TEST_CASE("a spoiled checkpoint is refused with the file's name") {
   }
   SECTION("wrong dtype") {
     std::fstream file(shard, std::ios::in | std::ios::out | std::ios::binary);
-    std::string head(4096, '\0');
+    std::string head(100000, '\0');
     file.read(head.data(), static_cast<std::streamsize>(head.size()));
     const size_t at = head.find("\"BF16\"");
     REQUIRE(at != std::string::npos);
