@@ -1,0 +1,321 @@
+// kdt-worker as a process, driven as a coordinator would.
+#include <arpa/inet.h>
+#include <grpcpp/grpcpp.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "common/process.h"
+#include "kdt/v1/worker.grpc.pb.h"
+#include "tests/support/catch.h"
+
+namespace kdt {
+namespace {
+
+constexpr int kStartMs = 60000;
+constexpr char kReady[] = "kdt-worker ready listen=";
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+bool WaitFor(const std::function<bool()>& condition, int timeout_ms = kStartMs) {
+  for (int ms = 0; ms < timeout_ms && !condition(); ms += 20)
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  return condition();
+}
+
+class TempFolder {
+ public:
+  TempFolder() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "kdt-worker-test-XXXXXX").string();
+    REQUIRE(mkdtemp(pattern.data()) != nullptr);
+    path_ = pattern;
+  }
+  ~TempFolder() { std::filesystem::remove_all(path_); }
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+
+ private:
+  std::string path_;
+};
+
+class Worker {
+ public:
+  Worker(const TempFolder& folder, int rank, int tp, std::vector<std::string> more = {})
+      : rank_(rank), tp_(tp) {
+    log_ = folder / absl::StrCat("log", rank);
+    ChildProcess::Options options;
+    options.name = absl::StrCat("worker ", rank);
+    options.argv = {KDT_BIN_DIR "/kdt-worker",
+                    "--model",
+                    KDT_GOLDENS_DIR "/model",
+                    "--listen",
+                    absl::StrCat("unix:", folder / absl::StrCat("rank", rank)),
+                    absl::StrCat("--rank=", rank),
+                    absl::StrCat("--tp=", tp),
+                    "--kv_slots=512",
+                    "--max_context=256",
+                    "--max_rows=64"};
+    options.argv.insert(options.argv.end(), more.begin(), more.end());
+    options.capture_stdout = true;
+    options.stderr_path = log_;
+    auto process = ChildProcess::Start(options);
+    REQUIRE(process.ok());
+    process_ = std::make_unique<ChildProcess>(std::move(*process));
+  }
+
+  // Waits for the port, and with `loaded` for the weights.
+  void Start(bool loaded = true) {
+    const auto line = process_->WaitForLine(kReady, kStartMs);
+    INFO(Log());
+    REQUIRE(line.ok());
+    stub_ = v1::Worker::NewStub(
+        grpc::CreateChannel(line->substr(sizeof(kReady) - 1), grpc::InsecureChannelCredentials()));
+    if (loaded) REQUIRE(WaitFor([&] { return Describe().ready(); }));
+  }
+
+  v1::DescribeResponse Describe() {
+    v1::DescribeResponse response;
+    grpc::ClientContext context;
+    stub_->Describe(&context, {}, &response);
+    return response;
+  }
+
+  grpc::Status Join(uint64_t epoch, const std::string& id) {
+    v1::JoinGroupRequest request;
+    request.set_epoch(epoch);
+    request.set_rank(static_cast<uint32_t>(rank_));
+    request.set_tp(static_cast<uint32_t>(tp_));
+    request.set_collective_id(id);
+    request.set_timeout_ms(kStartMs);
+    grpc::ClientContext context;
+    v1::JoinGroupResponse response;
+    const grpc::Status status = stub_->JoinGroup(&context, request, &response);
+    context_ = std::make_unique<grpc::ClientContext>();
+    stream_ = stub_->Steps(context_.get());
+    return status;
+  }
+
+  void Send(const v1::StepRequest& request) { REQUIRE(stream_->Write(request)); }
+  v1::StepResponse Receive() {
+    v1::StepResponse response;
+    INFO(Log());
+    REQUIRE(stream_->Read(&response));
+    return response;
+  }
+
+  ChildProcess& process() { return *process_; }
+  v1::Worker::Stub& stub() { return *stub_; }
+  std::string Log() const { return ReadFile(log_); }
+
+ private:
+  int rank_, tp_;
+  std::string log_;
+  std::unique_ptr<ChildProcess> process_;
+  std::unique_ptr<v1::Worker::Stub> stub_;
+  std::unique_ptr<grpc::ClientContext> context_;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::StepRequest, v1::StepResponse>> stream_;
+};
+
+void JoinBoth(Worker& zero, Worker& one, uint64_t epoch) {
+  const std::string id = absl::StrCat("process-test-", getpid(), "-", epoch);
+  auto other = std::async(std::launch::async, [&] { return one.Join(epoch, id); });
+  const grpc::Status status = zero.Join(epoch, id);
+  CHECK(other.get().ok());
+  INFO(status.error_message());
+  REQUIRE(status.ok());
+}
+
+void SetNeutral(v1::SamplingState* sampling, uint32_t prompt_length) {
+  sampling->set_top_p(1);
+  sampling->set_repetition_penalty(1);
+  sampling->set_prompt_length(prompt_length);
+}
+
+v1::StepRequest PrefillStep(const std::vector<uint32_t>& prompt) {
+  v1::StepRequest request;
+  request.set_epoch(1);
+  request.set_step(1);
+  request.set_deadline_ms(30000);
+  v1::CreateSequence* create = request.add_ops()->mutable_create();
+  create->set_sequence_id(9);
+  SetNeutral(create->mutable_sampling(), static_cast<uint32_t>(prompt.size()));
+  v1::PrefillChunk* chunk = request.add_prefill();
+  chunk->set_sequence_id(9);
+  for (const uint32_t token : prompt) chunk->add_tokens(token);
+  chunk->set_sample(true);
+  return request;
+}
+
+std::string HttpGet(int port, const std::string& path) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  std::string text;
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
+    const std::string request =
+        absl::StrCat("GET ", path, " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+    CHECK(write(fd, request.data(), request.size()) == static_cast<ssize_t>(request.size()));
+    char buffer[4096];
+    for (ssize_t n = 0; (n = read(fd, buffer, sizeof(buffer))) > 0;)
+      text.append(buffer, static_cast<size_t>(n));
+  }
+  close(fd);
+  return text;
+}
+
+TEST_CASE("two worker processes generate the reference's greedy tokens and end on SIGTERM", "[worker]") {
+  const nlohmann::json golden = nlohmann::json::parse(ReadFile(KDT_GOLDENS_DIR "/target.json"))["prompts"][0];
+  const auto prompt = golden["tokens"].get<std::vector<uint32_t>>();
+  const auto greedy = golden["greedy"].get<std::vector<uint32_t>>();
+  TempFolder folder;
+  Worker zero(folder, 0, 2, {"--metrics_port=0"}), one(folder, 1, 2);
+  zero.Start();
+  one.Start();
+  const v1::DescribeResponse description = zero.Describe();
+  CHECK(description.backend() == "cpu");
+  CHECK(description.kv_slots_total() == 512);
+  CHECK(description.max_rows() == 64);
+  CHECK(description.pid() == static_cast<uint32_t>(zero.process().pid()));
+  CHECK(description.loaded_bytes() == description.total_bytes());
+  CHECK(description.checkpoint_digest() == one.Describe().checkpoint_digest());
+
+  JoinBoth(zero, one, 1);
+  v1::StepRequest request = PrefillStep(prompt);
+  for (uint64_t step = 1; step <= 6; ++step) {
+    zero.Send(request);
+    one.Send(request);
+    const v1::StepResponse answer = zero.Receive(), other = one.Receive();
+    INFO(answer.error());
+    REQUIRE(answer.error_code() == 0);
+    REQUIRE(other.error_code() == 0);
+    CHECK(answer.digest() == other.digest());
+    CHECK(other.results_size() == 0);
+    REQUIRE(answer.results_size() == 1);
+    REQUIRE(answer.results(0).tokens_size() == 1);
+    CHECK(answer.results(0).tokens(0) == greedy[step - 1]);
+    request.clear_ops();
+    request.clear_prefill();
+    request.clear_verify();
+    request.set_step(step + 1);
+    v1::TreeVerify* verify = request.add_verify();
+    verify->set_sequence_id(9);
+    verify->set_start(static_cast<uint32_t>(prompt.size() + step - 1));
+    verify->add_tokens(answer.results(0).tokens(0));
+  }
+
+  const std::string log = zero.Log(), mark = "metrics on 127.0.0.1:";
+  REQUIRE(log.find(mark) != std::string::npos);
+  const std::string metrics = HttpGet(std::stoi(log.substr(log.find(mark) + mark.size())), "/metrics");
+  for (const char* line :
+       {"kdt_worker_info{backend=\"cpu\",device=", "kdt_worker_steps_total{rank=\"0\"} 6",
+        "kdt_worker_load_seconds{rank=\"0\"}", "kdt_worker_rows_total{kind=\"prefill\",rank=\"0\"}",
+        "kdt_worker_busy_seconds_total{phase=\"moe\",rank=\"0\"}",
+        "kdt_worker_kv_slots{rank=\"0\",state=\"private\"}",
+        "kdt_worker_kv_fragmentation_ratio{rank=\"0\"} 0"}) {
+    INFO(metrics);
+    CHECK(metrics.find(line) != std::string::npos);
+  }
+
+  zero.process().Signal(SIGTERM);
+  grpc::ClientContext context;
+  v1::DrainResponse drained;
+  CHECK(one.stub().Drain(&context, {}, &drained).ok());
+  CHECK(drained.steps() == 6);
+  for (Worker* worker : {&zero, &one}) {
+    INFO(worker->Log());
+    REQUIRE(worker->process().WaitEnded(15000));
+    CHECK(worker->process().exit_status() == 0);
+  }
+  CHECK(zero.Log().find("MB/s") != std::string::npos);
+}
+
+TEST_CASE("a killed worker is named by the other one, which goes on", "[worker]") {
+  TempFolder folder;
+  Worker zero(folder, 0, 2), one(folder, 1, 2);
+  zero.Start();
+  one.Start();
+  JoinBoth(zero, one, 1);
+  zero.Send(PrefillStep({5, 6, 7}));
+  one.process().Signal(SIGKILL);
+  const v1::StepResponse answer = zero.Receive();
+  CHECK(answer.error_code() != 0);
+  CHECK(answer.error().find("rank 1") != std::string::npos);
+  CHECK(zero.Describe().epoch() == 0);
+  Worker again(folder, 1, 2);
+  again.Start();
+  JoinBoth(zero, again, 2);
+  CHECK(zero.Describe().epoch() == 2);
+}
+
+TEST_CASE("a bad flag is named and the status is 2", "[worker]") {
+  TempFolder folder;
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"--rank=2", "--rank"},         {"--tp=0", "--tp"},
+      {"--backend=tpu", "--backend"}, {"--kv_dtype=f16", "--kv_dtype"},
+      {"--max_rows=0", "--max_rows"}, {"--listen=nowhere", "--listen"},
+      {"--threads=0", "--threads"},   {"--kv_slots=-1", "--kv_slots"},
+      {"--model=", "--model"},        {"--log_level=loud", "log_level"}};
+  for (const auto& [flag, name] : cases) {
+    Worker worker(folder, 0, 2, {flag});
+    REQUIRE(worker.process().WaitEnded(kStartMs));
+    INFO(flag);
+    CHECK(worker.process().exit_status() == 2);
+    CHECK(worker.Log().find(name) != std::string::npos);
+    std::filesystem::remove(folder / "log0");
+  }
+}
+
+TEST_CASE("a checkpoint that cannot be loaded is told and ends the process with status 1", "[worker]") {
+  TempFolder folder;
+  Worker worker(folder, 0, 1, {"--model=" + (folder / "nothing-here")});
+  worker.Start(/*loaded=*/false);
+  CHECK(WaitFor([&] { return worker.Describe().load_error().find("nothing-here") != std::string::npos; },
+                1000));
+  REQUIRE(worker.process().WaitEnded(kStartMs));
+  CHECK(worker.process().exit_status() == 1);
+  CHECK(worker.Log().find("cannot load") != std::string::npos);
+}
+
+TEST_CASE("with --die_with_parent a worker does not outlive the process that started it", "[worker]") {
+  TempFolder folder;
+  ChildProcess::Options options;
+  options.name = "shell";
+  options.capture_stdout = true;
+  // The trailing command keeps the shell from replacing itself with the worker.
+  options.argv = {"/bin/sh", "-c",
+                  absl::StrCat(KDT_BIN_DIR "/kdt-worker --die_with_parent --model " KDT_GOLDENS_DIR
+                                           "/model --listen unix:",
+                               folder / "s", " 2>/dev/null & echo pid $!; wait; true")};
+  auto shell = ChildProcess::Start(options);
+  REQUIRE(shell.ok());
+  const auto line = shell->WaitForLine("pid ", kStartMs);
+  REQUIRE(line.ok());
+  const pid_t worker = std::stoi(line->substr(4));
+  REQUIRE(shell->WaitForLine(kReady, kStartMs).ok());
+  CHECK(kill(worker, 0) == 0);
+  shell->Signal(SIGKILL);
+  CHECK(shell->WaitEnded(kStartMs));
+  // Gone, or a zombie where nobody reaps orphans.
+  CHECK(WaitFor([&] {
+    const std::string status = ReadFile(absl::StrCat("/proc/", worker, "/status"));
+    return status.empty() || status.find("State:\tZ") != std::string::npos;
+  }));
+}
+
+}  // namespace
+}  // namespace kdt
