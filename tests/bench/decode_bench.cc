@@ -141,9 +141,11 @@ absl::Status Run() {
   std::printf("decode               %.0f tokens/s, %.0f us a token, %.2f GB/s of weights\n", 1 / a_token,
               a_token * 1e6, decode_gb);
   std::printf(
-      "  of that, us        forward %.0f (attention %.0f, moe %.0f, dense %.0f), sample %.0f, draft %.0f\n",
-      phase(&v1::StepTimings::forward_us), phase(&v1::StepTimings::attention_us),
-      phase(&v1::StepTimings::moe_us), phase(&v1::StepTimings::dense_us), phase(&v1::StepTimings::sample_us),
+      "  median step, us    %.0f: forward %.0f (attention %.0f, moe %.0f, dense %.0f), sample %.0f, draft "
+      "%.0f\n",
+      phase(&v1::StepTimings::total_us), phase(&v1::StepTimings::forward_us),
+      phase(&v1::StepTimings::attention_us), phase(&v1::StepTimings::moe_us),
+      phase(&v1::StepTimings::dense_us), phase(&v1::StepTimings::sample_us),
       phase(&v1::StepTimings::draft_us));
   std::printf("stream               %.2f GB/s, all weights %.0f times a second\n", stream / 1e9,
               stream / static_cast<double>(shard_bytes));

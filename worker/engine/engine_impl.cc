@@ -148,21 +148,19 @@ absl::Status EngineImpl::Forward(std::span<const PlannedSequence> sequences) {
     if (options_.observer != nullptr) options_.observer->OnLayerOutput(layer, residual);
     return drafter_ == nullptr ? absl::OkStatus() : drafter_->OnLayerOutput(layer, residual);
   };
-  return forward_->Run(batch_.rows(), *collective_, hook, &times_);
+  KDT_RETURN_IF_ERROR(forward_->Run(batch_.rows(), *collective_, hook, &times_));
+  const int64_t count = static_cast<int64_t>(batch_.logit_rows().size());
+  if (count == 0) return absl::OkStatus();
+  const bool all = batch_.logit_rows().back() == count - 1;
+  KDT_ASSIGN_OR_RETURN(logits_, forward_->Logits(batch_.device_logit_rows(), batch_.iota(), count, all));
+  if (options_.observer != nullptr) options_.observer->OnLogits(logits_);
+  return absl::OkStatus();
 }
 
 absl::Status EngineImpl::Sample(std::span<const PlannedSequence> sequences) {
-  const int64_t count = static_cast<int64_t>(batch_.logit_rows().size());
+  const size_t count = batch_.logit_rows().size();
   sampled_.clear();
   if (count == 0) return absl::OkStatus();
-  kernels::Tensor logits;
-  {
-    PhaseTimer timer(&times_.forward_ns);
-    const bool all = batch_.logit_rows().back() == count - 1;
-    KDT_ASSIGN_OR_RETURN(logits, forward_->Logits(batch_.device_logit_rows(), batch_.iota(), count, all));
-  }
-  if (options_.observer != nullptr) options_.observer->OnLogits(logits);
-
   sample_rows_.clear();
   paths_.clear();
   paths_.reserve(count);  // spans point into it
@@ -196,7 +194,7 @@ absl::Status EngineImpl::Sample(std::span<const PlannedSequence> sequences) {
       sample_rows_.push_back(row);
     }
   }
-  return sampler_->Sample(logits, sample_rows_, *collective_, &sampled_);
+  return sampler_->Sample(logits_, sample_rows_, *collective_, &sampled_);
 }
 
 // All trees of the step: from the root along the nodes that carry their parent's drawn token.

@@ -94,6 +94,7 @@ class EngineImpl final : public Engine {
       walk_next_root_;
   StagedBlock move_block_;
   Staged<int32_t> move_from_, move_to_;
+  kernels::Tensor logits_;                   // of the rows that need them
   std::vector<std::vector<int32_t>> paths_;  // tokens up to each drawn row, where a penalty needs them
   std::vector<SampleRow> sample_rows_;
   std::vector<SampledRow> sampled_;
