@@ -26,6 +26,8 @@
 
 ABSL_FLAG(std::string, model, "", "folder of the target checkpoint");
 ABSL_FLAG(std::string, drafter, "", "folder of the DFlash drafter; empty: none");
+ABSL_FLAG(int64_t, draft_window, 0, "context positions the drafter sees, counted from the end; 0: all");
+ABSL_FLAG(double, draft_rope_factor, 0, "drafter's rope attention factor; 0: what its config says");
 ABSL_FLAG(int, rank, 0, "this worker's rank, 0 .. tp - 1");
 ABSL_FLAG(int, tp, 1, "tensor-parallel size");
 ABSL_FLAG(std::string, backend, "cpu", "device to run on");
@@ -72,6 +74,8 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
   options.max_context = absl::GetFlag(FLAGS_max_context);
   options.max_sequences = absl::GetFlag(FLAGS_max_sequences);
   options.max_tree_nodes = absl::GetFlag(FLAGS_max_tree_nodes);
+  options.draft_window = absl::GetFlag(FLAGS_draft_window);
+  options.draft_rope_factor = static_cast<float>(absl::GetFlag(FLAGS_draft_rope_factor));
   const auto check = [](absl::string_view flag, int64_t value, int64_t least, int64_t most) {
     if (value >= least && value <= most) return absl::OkStatus();
     return absl::InvalidArgumentError(

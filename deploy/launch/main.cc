@@ -16,6 +16,8 @@
 
 ABSL_FLAG(std::string, model, "", "folder of the target checkpoint");
 ABSL_FLAG(std::string, drafter, "", "folder of the DFlash drafter; empty: no speculation");
+ABSL_FLAG(int64_t, draft_window, 0, "context positions the drafter sees, counted from the end; 0: all");
+ABSL_FLAG(double, draft_rope_factor, 0, "drafter's rope attention factor; 0: what its config says");
 ABSL_FLAG(int, tp, 8, "tensor-parallel size: worker processes");
 ABSL_FLAG(std::string, backend, "cpu", "worker backend");
 ABSL_FLAG(std::string, listen, "127.0.0.1:50051", "HOST:PORT of the public API; port 0 takes a free one");
@@ -104,6 +106,8 @@ int main(int argc, char** argv) {
                          absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend)),
                          absl::StrCat("--threads=", threads), absl::StrCat("--log_level=", log_level)};
   PassOn<std::string>(options.worker_args, "drafter", drafter, "");
+  PassOn<int64_t>(options.worker_args, "draft_window", absl::GetFlag(FLAGS_draft_window), 0);
+  PassOn<double>(options.worker_args, "draft_rope_factor", absl::GetFlag(FLAGS_draft_rope_factor), 0);
   PassOn<std::string>(options.worker_args, "kv_dtype", absl::GetFlag(FLAGS_kv_dtype), "");
   PassOn<int64_t>(options.worker_args, "kv_bytes", absl::GetFlag(FLAGS_kv_bytes), 0);
   PassOn<int64_t>(options.worker_args, "kv_slots", absl::GetFlag(FLAGS_kv_slots), 0);

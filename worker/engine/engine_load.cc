@@ -14,6 +14,8 @@ namespace {
 
 constexpr int64_t kMaxSlots = (int64_t{1} << 31) - 2;  // slot ids are int32, slot 0 is padding
 
+constexpr float kMaxRopeFactor = 16;
+
 absl::Status CheckRange(const char* name, int64_t value, int64_t min, int64_t max) {
   if (value >= min && value <= max) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(name, " is ", value, ", must be ", min, " .. ", max));
@@ -44,6 +46,10 @@ absl::Status EngineImpl::CheckOptions() {
   KDT_RETURN_IF_ERROR(CheckRange("max_sequences", options_.max_sequences, 1, 1 << 16));
   KDT_RETURN_IF_ERROR(CheckRange("max_tree_nodes", options_.max_tree_nodes, 1, kernels::kMaxTreeRows));
   KDT_RETURN_IF_ERROR(CheckRange("draft_window", options_.draft_window, 0, kMaxSlots));
+  if (!(options_.draft_rope_factor >= 0 && options_.draft_rope_factor <= kMaxRopeFactor)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("draft_rope_factor is ", options_.draft_rope_factor, ", must be 0 .. ", kMaxRopeFactor));
+  }
   shard_ = {options_.rank, options_.tp};
   return absl::OkStatus();
 }
