@@ -2,7 +2,11 @@
 // streams the same weights through memory with the same threads. Decoding is bound by reading weights, so the
 // second is the yardstick.
 //
+// Then the time of a step that verifies a tree, by its rows.
+//
 //   decode_bench --model deploy/models/kimi-tiny [--drafter DIR] [--threads N] [--prompt N] [--tokens N]
+#include <time.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -32,6 +36,13 @@ namespace {
 
 double Seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Processor time of all threads, which other programs on the machine do not lengthen.
+double CpuMicros() {
+  timespec now{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) * 1e6 + static_cast<double>(now.tv_nsec) / 1e3;
 }
 
 double Median(std::vector<double> values) {
@@ -74,6 +85,56 @@ double StreamRate(uint64_t bytes, int threads, int repeats) {
   return static_cast<double>(pieces * kPiece) / Median(seconds);
 }
 
+// Fills a step that starts sequence 1 with a prompt.
+v1::StepRequest PrefillStep(const ModelConfig& config, int prompt) {
+  v1::StepRequest request;
+  request.set_step(1);
+  v1::CreateSequence* create = request.add_ops()->mutable_create();
+  create->set_sequence_id(1);
+  create->mutable_sampling()->set_top_p(1);
+  create->mutable_sampling()->set_repetition_penalty(1);
+  v1::PrefillChunk* chunk = request.add_prefill();
+  chunk->set_sequence_id(1);
+  chunk->set_sample(true);
+  for (int i = 0; i < prompt; ++i) chunk->add_tokens(static_cast<uint32_t>((i * 7919) % config.vocab_size));
+  return request;
+}
+
+// Median step time, with its phases, of one tree of `nodes` random nodes behind the prompt: what a node more
+// costs.
+absl::Status PrintVerify(Engine& engine, Collective* collective, const ModelConfig& config, int prompt,
+                         int nodes, bool draft) {
+  constexpr int kSteps = 40;
+  engine.StartEpoch(collective);
+  v1::StepResponse response;
+  KDT_RETURN_IF_ERROR(engine.Step(PrefillStep(config, prompt), &response));
+  std::vector<double> cpu, total, forward, drafting, sample;
+  uint32_t start = prompt;
+  for (int i = 0; i < kSteps; ++i) {
+    v1::StepRequest step;
+    step.set_step(2 + i);
+    v1::TreeVerify* verify = step.add_verify();
+    verify->set_sequence_id(1);
+    verify->set_start(start);
+    if (draft) verify->set_draft_top_k(16);
+    for (int n = 0; n < nodes; ++n) {
+      verify->add_tokens(static_cast<uint32_t>((n * 977 + i * 131) % config.vocab_size));
+      if (n > 0) verify->add_parents(static_cast<uint32_t>((n - 1) / 2));
+    }
+    const double before = CpuMicros();
+    KDT_RETURN_IF_ERROR(engine.Step(step, &response));
+    cpu.push_back(CpuMicros() - before);
+    start += 1 + response.results(0).accepted_nodes_size();
+    total.push_back(response.timings().total_us());
+    forward.push_back(response.timings().forward_us());
+    drafting.push_back(response.timings().draft_us());
+    sample.push_back(response.timings().sample_us());
+  }
+  std::printf("verify %3d rows      %.0f us (processors %.0f): forward %.0f, sample %.0f, draft %.0f\n",
+              nodes, Median(total), Median(cpu), Median(forward), Median(sample), Median(drafting));
+  return absl::OkStatus();
+}
+
 absl::Status Run() {
   const std::string model = absl::GetFlag(FLAGS_model);
   const int threads = absl::GetFlag(FLAGS_threads);
@@ -86,7 +147,7 @@ absl::Status Run() {
   EngineOptions options;
   options.model_dir = model;
   options.drafter_dir = absl::GetFlag(FLAGS_drafter);
-  options.kv_slots = prompt + tokens + 1;
+  options.kv_slots = prompt + tokens + 512;
   options.max_rows = prompt + 64;
   options.max_sequences = 2;
   uint64_t shard_bytes = 0;
@@ -100,17 +161,7 @@ absl::Status Run() {
   std::vector<v1::StepTimings> timings;
   for (int repeat = 0; repeat < repeats; ++repeat) {
     engine->StartEpoch(collective.get());
-    v1::StepRequest request;
-    request.set_step(1);
-    v1::CreateSequence* create = request.add_ops()->mutable_create();
-    create->set_sequence_id(1);
-    create->mutable_sampling()->set_top_p(1);
-    create->mutable_sampling()->set_repetition_penalty(1);
-    v1::PrefillChunk* chunk = request.add_prefill();
-    chunk->set_sequence_id(1);
-    chunk->set_sample(true);
-    for (int i = 0; i < prompt; ++i) chunk->add_tokens(static_cast<uint32_t>((i * 7919) % config.vocab_size));
-    KDT_RETURN_IF_ERROR(engine->Step(request, &response));
+    KDT_RETURN_IF_ERROR(engine->Step(PrefillStep(config, prompt), &response));
     const double start = Seconds();
     for (int i = 0; i < tokens; ++i) {
       v1::StepRequest step;
@@ -152,6 +203,10 @@ absl::Status Run() {
   std::printf("decode / stream      %.2f tokens for each pass over all weights (bar: 0.50, %.0f tokens/s)\n",
               0.5 / a_token / bar, bar);
   std::printf("bytes read / stream  %.2f\n", decode_gb * 1e9 / stream);
+  for (int nodes : {1, 2, 4, 8, 16, 32, 64}) {
+    KDT_RETURN_IF_ERROR(
+        PrintVerify(*engine, collective.get(), config, prompt, nodes, !absl::GetFlag(FLAGS_drafter).empty()));
+  }
   return absl::OkStatus();
 }
 
