@@ -43,17 +43,6 @@ absl::Status ErrnoError(const std::string& what) {
   return absl::InternalError(absl::StrCat(what, ": ", std::strerror(errno)));
 }
 
-// A write lock on byte `rank` of the segment's file: kept by the open file, so the system drops it with the
-// process.
-struct flock RankLock(int rank) {
-  struct flock lock {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = rank;
-  lock.l_len = 1;
-  return lock;
-}
-
 int UsableCpus() {
   cpu_set_t cpus;
   return sched_getaffinity(0, sizeof(cpus), &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
@@ -107,8 +96,9 @@ absl::StatusOr<std::unique_ptr<ShmSegment>> ShmSegment::Join(const std::string& 
   segment->mapped_bytes_ = sizeof(Header) + 2 * static_cast<size_t>(size + 1) * buffer_bytes;
   segment->spins_ = UsableCpus() >= size ? kSpins : 0;
   segment->cancelled_ = cancelled;
-  const std::string path = "/kdt-" + id;
+  const std::string path = absl::StrCat("/", kShmPrefix, id);
   const absl::Time deadline = absl::Now() + timeout;
+  if (rank == 0) RemoveShmLeftovers();
   absl::Status status = rank == 0 ? segment->Create(path) : segment->Open(path, deadline);
   if (status.ok()) status = segment->Claim();
   if (status.ok()) status = segment->Barrier(deadline);
@@ -177,7 +167,7 @@ absl::Status ShmSegment::Map(int fd) {
 
 // Takes this rank's place. Two processes that believe to be the same rank would corrupt each other's buffer.
 absl::Status ShmSegment::Claim() {
-  struct flock lock = RankLock(rank_);
+  struct flock lock = ShmRankLock(rank_);
   if (fcntl(fd_, F_OFD_SETLK, &lock) != 0 || header_->pid[rank_].exchange(getpid()) != 0) {
     // Not through the destructor: the group is that other process's to end.
     munmap(static_cast<void*>(std::exchange(header_, nullptr)), mapped_bytes_);
@@ -209,7 +199,7 @@ uint64_t ShmSegment::Ended(uint64_t ranks) const {
   uint64_t ended = 0;
   for (int rank = 0; rank < size_; ++rank) {
     if (((ranks >> rank) & 1) == 0 || header_->pid[rank].load(std::memory_order_acquire) == 0) continue;
-    struct flock lock = RankLock(rank);
+    struct flock lock = ShmRankLock(rank);
     if (fcntl(fd_, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK) ended |= uint64_t{1} << rank;
   }
   return ended;

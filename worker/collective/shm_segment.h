@@ -11,10 +11,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "worker/collective/shm_leftovers.h"
 
 namespace kdt {
-
-inline constexpr int kMaxShmRanks = 64;
 
 class ShmSegment {
  public:

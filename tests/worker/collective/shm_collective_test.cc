@@ -162,6 +162,38 @@ TEST_CASE("bad names and ranks are refused") {
   CHECK_FALSE(MakeShmCollective("x", 0, 65, 1 << 16, absl::Milliseconds(10)).ok());
 }
 
+TEST_CASE("the next group removes what a killed one left behind, and nothing else") {
+  const std::string dead = FreshId("dead"), young = FreshId("young"), alive = FreshId("alive");
+  const auto kill_while_joining = [](const std::string& id) {
+    const pid_t child = fork();
+    if (child == 0) {
+      (void)MakeShmCollective(id, 0, 2, 1 << 16, absl::Seconds(60));
+      _exit(0);
+    }
+    while (!NameExists(id)) absl::SleepFor(absl::Milliseconds(2));
+    absl::SleepFor(absl::Milliseconds(20));
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+  };
+  kill_while_joining(dead);
+  kill_while_joining(young);
+  std::atomic<bool> stop{false};
+  std::thread waiting([&] { (void)MakeShmCollective(alive, 0, 2, 1 << 16, absl::Seconds(60), &stop); });
+  while (!NameExists(alive)) absl::SleepFor(absl::Milliseconds(2));
+  absl::SleepFor(absl::Milliseconds(20));
+  const auto minute_ago = std::filesystem::file_time_type::clock::now() - std::chrono::minutes(1);
+  for (const std::string& id : {dead, alive})
+    std::filesystem::last_write_time("/dev/shm/kdt-" + id, minute_ago);
+
+  RunRanks("next", 2, 1 << 16, [](Collective&, int) {});
+  CHECK_FALSE(NameExists(dead));
+  CHECK(NameExists(young));
+  CHECK(NameExists(alive));
+  stop = true;
+  waiting.join();
+  std::filesystem::remove("/dev/shm/kdt-" + young);
+}
+
 TEST_CASE("joining can be cancelled") {
   std::atomic<bool> cancelled{false};
   std::vector<absl::Status> statuses(2);

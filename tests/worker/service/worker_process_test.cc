@@ -291,6 +291,24 @@ TEST_CASE("a checkpoint that cannot be loaded is told and ends the process with 
   CHECK(worker.Log().find("cannot load") != std::string::npos);
 }
 
+TEST_CASE("SIGTERM while loading or joining ends with status 0", "[worker]") {
+  TempFolder folder;
+  Worker zero(folder, 0, 2), one(folder, 1, 2);
+  zero.Start(/*loaded=*/false);
+  zero.process().Signal(SIGTERM);
+  one.Start();
+  auto join = std::async(std::launch::async,
+                         [&] { return one.Join(1, absl::StrCat("process-test-", getpid(), "-term")); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  one.process().Signal(SIGTERM);
+  CHECK_FALSE(join.get().ok());
+  for (Worker* worker : {&zero, &one}) {
+    INFO(worker->Log());
+    REQUIRE(worker->process().WaitEnded(kStartMs));
+    CHECK(worker->process().exit_status() == 0);
+  }
+}
+
 TEST_CASE("with --die_with_parent a worker does not outlive the process that started it", "[worker]") {
   TempFolder folder;
   ChildProcess::Options options;
