@@ -5,41 +5,51 @@
 
 namespace kdt::cuda {
 
-inline constexpr int kMaxSharedBytes = 101376;      // of a block on sm_120
-inline constexpr float kNoReference = -1e30f;       // below every finite score
-inline constexpr float kRescaleAbove = 8.0f;        // log2
+inline constexpr int kMaxSharedBytes = 101376;  // of a block on sm_120
+inline constexpr float kNoReference = -1e30f;   // below every finite score
+inline constexpr float kRescaleAbove = 8.0f;    // log2
 
-// A group is four warps that work on kMTiles * 16 query rows; a block has kGroups of them which share the keys.
+// A group works on kMTiles * 16 query rows: two score warps (QK) and four value warps (softmax, PV, loading). A block has
+// kGroups of them, which share the key tiles.
 template <int kMTiles_, int kGroups_, int kStages_, int kMinBlocks_>
 struct VerifyConfig {
   static constexpr int kMTiles = kMTiles_;
   static constexpr int kGroups = kGroups_;
-  static constexpr int kStages = kStages_;        // latent tiles in the ring
-  static constexpr int kRopeStages = kStages - 1;  // rope parts die one round earlier: QK reads them, PV does not
+  static constexpr int kStages = kStages_;         // latent tiles in the ring
+  static constexpr int kRopeStages = kStages - 1;  // rope parts are needed by QK only and die earlier
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr int kGroupRows = 16 * kMTiles;
   static constexpr int kTileRows = kGroupRows * kGroups;
-  static constexpr int kWarps = 4 * kGroups;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kOwners = 2 * kMTiles;  // warps of a group that own 8 rows each in the softmax
+  static constexpr int kScoreWarps = 2 * kGroups;
+  static constexpr int kValueWarps = 4 * kGroups;
+  static constexpr int kThreads = 32 * (kScoreWarps + kValueWarps);
+  static constexpr int kOwners = 2 * kMTiles;  // value warps of a group that own 8 rows each in the softmax
 
   static constexpr int kLatentStage = kTileKeys * kLatent * 2;
   static constexpr int kRopeStage = kTileKeys * kRope * 2;
-  static constexpr int kExchange = kOwners == 4 ? 6144 : 4096;  // a round's score pieces of a group
-  static constexpr int kProbs = kMTiles * 512;         // a round's probabilities of a group
-  static constexpr int kRescale = kGroupRows * 4;        // a round's factors of a group
+  static constexpr int kScoreHalf = kGroupRows * kTileKeys * 4;  // partial scores of a group over half of the columns
+  static constexpr int kScores = 2 * kScoreHalf;
+  static constexpr int kProbs = kGroupRows * kTileKeys * 2;
+  static constexpr int kFactors = kGroupRows * 4;
 
   static constexpr int kLatentAt = 0;
   static constexpr int kRopeAt = kLatentAt + kStages * kLatentStage;
-  static constexpr int kGroupAt = kRopeAt + kRopeStages * kRopeStage;
-  static constexpr int kProbsAt = 2 * kExchange;  // within a group's part; the exchange comes first
-  static constexpr int kGroupBytes = kProbsAt + 2 * kProbs;
-  static constexpr int kRescaleAt = kGroupAt + kGroups * kGroupBytes;
-  static constexpr int kFullAt = kRescaleAt + kGroups * 2 * kRescale;
+  static constexpr int kQueryRopeAt = kRopeAt + kRopeStages * kRopeStage;
+  static constexpr int kScoresAt = kQueryRopeAt + kTileRows * kRope * 2;
+  static constexpr int kProbsAt = kScoresAt + kGroups * 2 * kScores;
+  static constexpr int kFactorsAt = kProbsAt + kGroups * 2 * kProbs;
+  static constexpr int kFullAt = kFactorsAt + kGroups * 2 * kFactors;
   static constexpr int kEmptyAt = kFullAt + kStages * 8;
-  static constexpr int kItemAt = kEmptyAt + kStages * 8;
+  static constexpr int kRopeEmptyAt = kEmptyAt + kStages * 8;
+  static constexpr int kScoresFullAt = kRopeEmptyAt + kRopeStages * 8;
+  static constexpr int kScoresEmptyAt = kScoresFullAt + kGroups * 2 * 8;
+  static constexpr int kItemAt = kScoresEmptyAt + kGroups * 2 * 8;
   static constexpr int kSharedBytes = kItemAt + 48;
   static_assert(kSharedBytes <= kMaxSharedBytes);
+  // Each score warp brings its queries in through a private piece of the ring's last stage, which is loaded last.
+  static constexpr int kStagingAt = kLatentAt + (kStages - 1) * kLatentStage;
+  static constexpr int kStagingPiece = kGroupRows * 128;
+  static_assert(kScoreWarps * kStagingPiece <= kLatentStage);
 };
 
 }  // namespace kdt::cuda

@@ -18,6 +18,7 @@ struct VerifyParams {
   uint16_t* out;  // bf16 [rows, out_stride]: heads x 512
   int64_t out_stride;
   int heads;
+  float heads_inverse;
   float scale_log2;  // softmax scale times log2(e)
   int sequences;
   const int32_t* row_begin;

@@ -21,86 +21,63 @@ struct Item {
   int begin, end;  // keys of the split (by_tile false only)
 };
 
-// Keys [begin, end) of split `split` of `splits` over `length` keys are cut at whole tiles of keys.
+// Lengths are counted in tiles of keys, so that all products fit 32 bits (262144 tokens are 16384 tiles).
+__device__ inline int KeyTiles(int length) { return (length + kTileKeys - 1) / kTileKeys; }
+
+// First key of split `split` of `splits`: splits are cut at whole tiles.
 __device__ inline int SplitBegin(int length, int split, int splits) {
-  long long units = (length + kTileKeys - 1) / kTileKeys;
-  int begin = static_cast<int>(units * split / splits) * kTileKeys;
-  return min(begin, length);
+  return min(static_cast<int>(static_cast<unsigned>(KeyTiles(length)) * split / splits) * kTileKeys, length);
 }
 
+// One whole warp calls everything here. Lane i holds sequence first + i.
 template <int kTileRows>
-struct Planner {
-  const VerifyParams& p;
-  unsigned long long weight;  // sum of tiles * L
-
-  // One whole warp calls everything here.
-  __device__ explicit Planner(const VerifyParams& params) : p(params), weight(0) {
-    for (int s0 = 0; s0 < p.sequences; s0 += 32) {
-      int tiles, length;
-      Sizes(s0 + (threadIdx.x & 31), &tiles, &length);
-      weight += static_cast<unsigned long long>(tiles) * length;
+class Planner {
+ public:
+  __device__ explicit Planner(const VerifyParams& params) : p_(params) {
+    for (int first = 0; first < p_.sequences; first += 32) {
+      Fetch(first);
+      weight_ += static_cast<unsigned>(tiles_) * KeyTiles(length_);
     }
-    for (int d = 16; d > 0; d >>= 1) weight += __shfl_xor_sync(~0u, weight, d);
-  }
-
-  __device__ void Sizes(int s, int* tiles, int* length) const {
-    *tiles = 0;
-    *length = 0;
-    if (s < p.sequences) {
-      int rows = p.row_begin[s + 1] - p.row_begin[s];
-      if (rows > 0) {
-        *tiles = (rows * p.heads + kTileRows - 1) / kTileRows;
-        *length = p.context_length[s] + rows;
-      }
-    }
-  }
-
-  __device__ int Splits(int length) const {
-    if (length <= 0) return 0;
-    int most = (length + p.min_split_keys - 1) / p.min_split_keys;
-    unsigned long long share = static_cast<unsigned long long>(p.slots) * length / weight;
-    return max(1, static_cast<int>(min(share, static_cast<unsigned long long>(most))));
+    for (int d = 16; d > 0; d >>= 1) weight_ += __shfl_xor_sync(~0u, weight_, d);
   }
 
   // The item (by_tile false) or the query tile counted over all sequences (by_tile true) with this index.
-  __device__ Item Find(int index, bool by_tile) const {
-    int lane = threadIdx.x & 31;
+  __device__ Item Find(int index, bool by_tile) {
+    const int lane = threadIdx.x & 31;
     int items_before = 0, tiles_before = 0;
-    for (int s0 = 0; s0 < p.sequences; s0 += 32) {
-      int tiles, length;
-      Sizes(s0 + lane, &tiles, &length);
-      int splits = Splits(length);
-      int items = tiles * splits;
-      int item_end = items, tile_end = tiles;
-      for (int d = 1; d < 32; d <<= 1) {
-        int a = __shfl_up_sync(~0u, item_end, d), b = __shfl_up_sync(~0u, tile_end, d);
-        if (lane >= d) {
-          item_end += a;
-          tile_end += b;
+    for (int first = 0; first < p_.sequences; first += 32) {
+      if (p_.sequences > 32) Fetch(first);
+      const int splits = Splits();
+      const int items = tiles_ * splits;
+      int item_end = items, tile_end = tiles_;
+      if (p_.sequences > 1) {
+        for (int d = 1; d < 32; d <<= 1) {
+          const int a = __shfl_up_sync(~0u, item_end, d), b = __shfl_up_sync(~0u, tile_end, d);
+          if (lane >= d) {
+            item_end += a;
+            tile_end += b;
+          }
         }
       }
-      int my_begin = by_tile ? tiles_before + tile_end - tiles : items_before + item_end - items;
-      int my_count = by_tile ? tiles : items;
-      bool mine = index >= my_begin && index < my_begin + my_count;
-      unsigned found = __ballot_sync(~0u, mine);
+      const int my_begin = by_tile ? tiles_before + tile_end - tiles_ : items_before + item_end - items;
+      const int my_count = by_tile ? tiles_ : items;
+      const unsigned found = __ballot_sync(~0u, index >= my_begin && index < my_begin + my_count);
       if (found != 0) {
-        int src = __ffs(found) - 1;
+        const int src = __ffs(found) - 1;
         Item it;
-        it.sequence = s0 + src;
+        it.sequence = first + src;
         it.first_item = __shfl_sync(~0u, items_before + item_end - items, src);
-        it.tiles = __shfl_sync(~0u, tiles, src);
+        it.tiles = __shfl_sync(~0u, tiles_, src);
         it.splits = __shfl_sync(~0u, splits, src);
-        int local = index - __shfl_sync(~0u, my_begin, src);
-        it.tile = by_tile ? local : local % it.tiles;
-        it.row0 = p.row_begin[it.sequence];
-        it.rows = p.row_begin[it.sequence + 1] - it.row0;
-        it.context = p.context_length[it.sequence];
-        it.begin = it.end = 0;
-        if (!by_tile) {
-          const int split = local / it.tiles;
-          it.begin = SplitBegin(it.context + it.rows, split, it.splits);
-          it.end = SplitBegin(it.context + it.rows, split + 1, it.splits);
-        }
+        it.row0 = __shfl_sync(~0u, row0_, src);
+        it.rows = __shfl_sync(~0u, rows_, src);
+        const int length = __shfl_sync(~0u, length_, src);
+        it.context = length - it.rows;
+        const unsigned local = index - __shfl_sync(~0u, my_begin, src);
+        const unsigned split = by_tile ? 0 : local / it.tiles;
+        it.tile = by_tile ? local : local - split * it.tiles;
+        it.begin = by_tile ? 0 : SplitBegin(length, split, it.splits);
+        it.end = by_tile ? 0 : SplitBegin(length, split + 1, it.splits);
         return it;
       }
       items_before += __shfl_sync(~0u, item_end, 31);
@@ -110,6 +87,30 @@ struct Planner {
     none.sequence = -1;
     return none;
   }
+
+ private:
+  __device__ void Fetch(int first) {
+    const int s = first + (threadIdx.x & 31);
+    tiles_ = length_ = rows_ = row0_ = 0;
+    if (s < p_.sequences) {
+      row0_ = p_.row_begin[s];
+      rows_ = max(0, p_.row_begin[s + 1] - row0_);
+      length_ = p_.context_length[s] + rows_;
+      tiles_ = (rows_ * p_.heads + kTileRows - 1) / kTileRows;
+      if (tiles_ == 0) length_ = 0;
+    }
+  }
+
+  __device__ int Splits() const {
+    if (length_ == 0) return 0;
+    const unsigned most = (length_ + p_.min_split_keys - 1) / p_.min_split_keys;
+    const unsigned share = static_cast<unsigned>(p_.slots) * KeyTiles(length_) / weight_;
+    return max(1u, min(share, most));
+  }
+
+  const VerifyParams& p_;
+  unsigned weight_ = 0;  // sum of tiles * length
+  int tiles_, length_, rows_, row0_;
 };
 
 }  // namespace kdt::cuda
