@@ -405,7 +405,8 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) VerifyPartial(const __grid_constant__ VerifyParams p) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t base = SharedAddress(smem);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int lane = threadIdx.x & 31;
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);  // known to the compiler as the same in all lanes
   Item& it = *reinterpret_cast<Item*>(smem + C::kItemAt);
   WaitForPrevious();
   if (warp == 0) {
