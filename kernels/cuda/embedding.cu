@@ -1,0 +1,32 @@
+// One block a row.
+#include "kernels/cuda/common/types.cuh"
+#include "kernels/cuda/ops.h"
+
+namespace kdt::cuda {
+namespace {
+
+template <typename T>
+__global__ void EmbeddingKernel(const int32_t* ids, int64_t begin, const bf16* table, int64_t vocab, int64_t table_stride,
+                                int64_t hidden, T* out, int64_t out_stride) {
+  const int64_t id = ids[blockIdx.x] - begin;
+  const bool here = id >= 0 && id < vocab;
+  T* to = out + blockIdx.x * out_stride;
+  for (int64_t i = threadIdx.x; i < hidden; i += blockDim.x) {
+    to[i] = here ? FromFloat<T>(ToFloat(table[id * table_stride + i])) : FromFloat<T>(0.0f);
+  }
+}
+
+}  // namespace
+
+cudaError_t Embedding(const Launch& launch, const kernels::EmbeddingArgs& args) {
+  if (args.out.rows == 0) return cudaSuccess;
+  ByType(args.out.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    EmbeddingKernel<T><<<static_cast<int>(args.out.rows), 256, 0, launch.stream>>>(
+        args.token_ids, args.vocab_begin, Data<bf16>(args.table), args.table.rows, args.table.stride, args.out.cols,
+        Data<T>(args.out), args.out.stride);
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace kdt::cuda

@@ -1,0 +1,58 @@
+// The ops of the CUDA backend, one file each: they queue their kernels on a stream and return the launch's error.
+// Contracts: kdt/kernels/OP.h. None of them allocates, synchronises or reads device data on the host, so all of them can be
+// captured into a graph.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kdt/kernels/draft_attention.h"
+#include "kdt/kernels/embedding.h"
+#include "kdt/kernels/gemm.h"
+#include "kdt/kernels/kv_move.h"
+#include "kdt/kernels/kv_write.h"
+#include "kdt/kernels/logits.h"
+#include "kdt/kernels/mla_absorb.h"
+#include "kdt/kernels/moe.h"
+#include "kdt/kernels/rms_norm.h"
+#include "kdt/kernels/rope.h"
+#include "kdt/kernels/router.h"
+#include "kdt/kernels/tree_walk.h"
+#include "kdt/kernels/verify_attention.h"
+
+namespace kdt::cuda {
+
+// What an op runs with. The workspace is shared by all ops of a stream: none needs it beyond its own kernels.
+struct Launch {
+  cudaStream_t stream;
+  int processors;  // multiprocessors of the device
+  void* workspace;
+  size_t workspace_bytes;
+  unsigned* counters;  // kCounters zeros; every op leaves them zero
+};
+inline constexpr int kCounters = 16384;
+
+cudaError_t Embedding(const Launch& launch, const kernels::EmbeddingArgs& args);
+cudaError_t RmsNorm(const Launch& launch, const kernels::RmsNormArgs& args);
+cudaError_t Add(const Launch& launch, const kernels::AddArgs& args);
+cudaError_t Rope(const Launch& launch, const kernels::RopeArgs& args);
+cudaError_t Gemm(const Launch& launch, const kernels::GemmArgs& args);
+cudaError_t SiluMul(const Launch& launch, const kernels::SiluMulArgs& args);
+cudaError_t AbsorbQuery(const Launch& launch, const kernels::AbsorbQueryArgs& args);
+cudaError_t AbsorbValue(const Launch& launch, const kernels::AbsorbValueArgs& args);
+cudaError_t KvWrite(const Launch& launch, const kernels::KvWriteArgs& args);
+cudaError_t KvMove(const Launch& launch, const kernels::KvMoveArgs& args);
+cudaError_t VerifyAttention(const Launch& launch, const kernels::VerifyAttentionArgs& args);
+cudaError_t DraftAttention(const Launch& launch, const kernels::DraftAttentionArgs& args);
+cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args);
+cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args);
+cudaError_t LogitsTopK(const Launch& launch, const kernels::LogitsTopKArgs& args);
+cudaError_t GumbelArgmax(const Launch& launch, const kernels::GumbelArgmaxArgs& args);
+cudaError_t TreeWalk(const Launch& launch, const kernels::TreeWalkArgs& args);
+
+// Bytes of workspace the ops above need for steps of up to `rows` rows. Shapes beyond the model's sizes that a worker
+// serves are the caller's to add.
+size_t VerifyAttentionWorkspace(int processors, int64_t rows, int64_t heads, int64_t sequences);
+size_t GemmWorkspace(int processors, int64_t rows);
+size_t MoeWorkspace(int64_t rows, int64_t top_k, int64_t inner, int64_t hidden);
+
+}  // namespace kdt::cuda
