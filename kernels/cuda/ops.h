@@ -53,6 +53,7 @@ cudaError_t TreeWalk(const Launch& launch, const kernels::TreeWalkArgs& args);
 // serves are the caller's to add.
 size_t VerifyAttentionWorkspace(int processors, int64_t rows, int64_t heads, int64_t sequences);
 size_t GemmWorkspace(int processors, int64_t rows);
+size_t DraftAttentionWorkspace(int64_t sequences, int64_t block, int64_t heads, int64_t kv_heads, int64_t dim);
 size_t MoeWorkspace(int64_t rows, int64_t top_k, int64_t inner, int64_t hidden);
 
 }  // namespace kdt::cuda
