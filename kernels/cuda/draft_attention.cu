@@ -1,6 +1,7 @@
-// Attention of a draft block: a block of threads takes up to 64 query rows (block position x query head) of one sequence and
-// one KV head against one of kSplits parts of the keys, 32 keys at a time in float32; the last part to finish merges them.
-// The drafter's context is short or windowed as a rule, so this runs on the CUDA cores.
+// Attention of a draft block: a block of threads takes up to 64 query rows (block position x query head) of
+// one sequence and one KV head against one of kSplits parts of the keys, 32 keys at a time in float32; the
+// last part to finish merges them. The drafter's context is short or windowed as a rule, so this runs on the
+// CUDA cores.
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -28,9 +29,11 @@ __global__ void __launch_bounds__(kThreads) DraftKernel(const __grid_constant__ 
   float* const keys = queries + kRows * kPitch;
   float* const values = keys + kKeys * kPitch;
   float* const probabilities = values + kKeys * kPitch;
-  const int dim = static_cast<int>(a.dim), group = static_cast<int>(a.heads / a.kv_heads), block = static_cast<int>(a.block);
+  const int dim = static_cast<int>(a.dim), group = static_cast<int>(a.heads / a.kv_heads),
+            block = static_cast<int>(a.block);
   const int tiles = (block * group + kRows - 1) / kRows;
-  const int tile = blockIdx.x % tiles, kv_head = blockIdx.x / tiles, sequence = blockIdx.y, split = blockIdx.z;
+  const int tile = blockIdx.x % tiles, kv_head = blockIdx.x / tiles, sequence = blockIdx.y,
+            split = blockIdx.z;
   const int row = threadIdx.x >> 2, part = threadIdx.x & 3;
   const bf16* const q = static_cast<const bf16*>(a.q.data);
   const bf16* const block_k = static_cast<const bf16*>(a.block_k.data);
@@ -41,7 +44,8 @@ __global__ void __launch_bounds__(kThreads) DraftKernel(const __grid_constant__ 
   for (int i = threadIdx.x; i < kRows * dim; i += kThreads) {
     const int r = i / dim, c = i % dim;
     const bool there = tile * kRows + r < block * group;
-    queries[r * kPitch + c] = there ? ToFloat(q[query_row(r) * a.q.stride + query_head(r) * dim + c]) * a.scale : 0.0f;
+    queries[r * kPitch + c] =
+        there ? ToFloat(q[query_row(r) * a.q.stride + query_head(r) * dim + c]) * a.scale : 0.0f;
   }
   const int begin = a.window_begin[sequence], context = a.context_length[sequence];
   const int length = max(0, context - begin) + block;
@@ -140,7 +144,8 @@ __global__ void __launch_bounds__(kThreads) DraftKernel(const __grid_constant__ 
       if (c < columns) out[c] = fmaf(factor, __ldcg(from + 2 + part * columns + c), out[c]);
     }
   }
-  bf16* const to = static_cast<bf16*>(a.out.data) + query_row(row) * a.out.stride + query_head(row) * dim + part * columns;
+  bf16* const to =
+      static_cast<bf16*>(a.out.data) + query_row(row) * a.out.stride + query_head(row) * dim + part * columns;
 #pragma unroll
   for (int c = 0; c < kMaxDim / 4; ++c) {
     if (c < columns) to[c] = FromFloat<bf16>(out[c] / total);
@@ -152,24 +157,26 @@ __global__ void __launch_bounds__(kThreads) DraftKernel(const __grid_constant__ 
 cudaError_t DraftAttention(const Launch& launch, const kernels::DraftAttentionArgs& args) {
   if (args.sequences == 0) return cudaSuccess;
   const bool types = args.q.dtype == kernels::DType::kBF16 && args.block_k.dtype == kernels::DType::kBF16 &&
-                     args.block_v.dtype == kernels::DType::kBF16 && args.pool.dtype == kernels::DType::kBF16 &&
-                     args.out.dtype == kernels::DType::kBF16;
+                     args.block_v.dtype == kernels::DType::kBF16 &&
+                     args.pool.dtype == kernels::DType::kBF16 && args.out.dtype == kernels::DType::kBF16;
   const int64_t tiles = (args.block * (args.heads / args.kv_heads) + kRows - 1) / kRows;
   const int64_t items = args.sequences * args.kv_heads * tiles;
   if (!types || args.dim > kMaxDim || args.dim % 4 != 0 || items > kCounters ||
-      DraftAttentionWorkspace(args.sequences, args.block, args.heads, args.kv_heads, args.dim) > launch.workspace_bytes) {
+      DraftAttentionWorkspace(args.sequences, args.block, args.heads, args.kv_heads, args.dim) >
+          launch.workspace_bytes) {
     return cudaErrorInvalidValue;
   }
   static const cudaError_t prepared =
       cudaFuncSetAttribute(DraftKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (prepared != cudaSuccess) return prepared;
   Params p{args, static_cast<float*>(launch.workspace), launch.counters};
-  DraftKernel<<<dim3(static_cast<int>(args.kv_heads * tiles), static_cast<int>(args.sequences), kSplits), kThreads, kSharedBytes,
-                launch.stream>>>(p);
+  DraftKernel<<<dim3(static_cast<int>(args.kv_heads * tiles), static_cast<int>(args.sequences), kSplits),
+                kThreads, kSharedBytes, launch.stream>>>(p);
   return cudaGetLastError();
 }
 
-size_t DraftAttentionWorkspace(int64_t sequences, int64_t block, int64_t heads, int64_t kv_heads, int64_t dim) {
+size_t DraftAttentionWorkspace(int64_t sequences, int64_t block, int64_t heads, int64_t kv_heads,
+                               int64_t dim) {
   const int64_t tiles = (block * (heads / kv_heads) + kRows - 1) / kRows;
   return static_cast<size_t>(sequences * kv_heads * tiles) * kSplits * kRows * (dim + 2) * 4;
 }

@@ -6,8 +6,8 @@ namespace kdt::cuda {
 namespace {
 
 template <typename T>
-__global__ void EmbeddingKernel(const int32_t* ids, int64_t begin, const bf16* table, int64_t vocab, int64_t table_stride,
-                                int64_t hidden, T* out, int64_t out_stride) {
+__global__ void EmbeddingKernel(const int32_t* ids, int64_t begin, const bf16* table, int64_t vocab,
+                                int64_t table_stride, int64_t hidden, T* out, int64_t out_stride) {
   const int64_t id = ids[blockIdx.x] - begin;
   const bool here = id >= 0 && id < vocab;
   T* to = out + blockIdx.x * out_stride;
@@ -23,8 +23,8 @@ cudaError_t Embedding(const Launch& launch, const kernels::EmbeddingArgs& args) 
   ByType(args.out.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     EmbeddingKernel<T><<<static_cast<int>(args.out.rows), 256, 0, launch.stream>>>(
-        args.token_ids, args.vocab_begin, Data<bf16>(args.table), args.table.rows, args.table.stride, args.out.cols,
-        Data<T>(args.out), args.out.stride);
+        args.token_ids, args.vocab_begin, Data<bf16>(args.table), args.table.rows, args.table.stride,
+        args.out.cols, Data<T>(args.out), args.out.stride);
   });
   return cudaGetLastError();
 }

@@ -1,12 +1,13 @@
-// y = x W^T for few rows: a stream of W through the tensor cores (W is the A operand, x the B operand), with no shared memory
-// on the way in.
+// y = x W^T for few rows: a stream of W through the tensor cores (W is the A operand, x the B operand), with
+// no shared memory on the way in.
 //
-// A warp takes 32 outputs and up to 64 rows. For 32 inputs it loads 16 bytes a lane and output row: lane (g, t) gets inputs
-// 8 t .. 8 t + 7 of row g. The order of inputs within a product does not matter as long as W and x agree, so these eight
-// values serve directly as two k16 steps, and x is read the same way. The block's eight warps are kOutWarps x kKWarps: warps
-// along k take every kKWarps-th piece of 32 inputs and are summed at the end; where one block a tile of outputs would leave
-// the chip empty, blocks share the inputs too and the last of them adds the parts up, in order. How the sum is cut depends on
-// the shape of W alone, so a row's bits do not depend on the other rows.
+// A warp takes 32 outputs and up to 64 rows. For 32 inputs it loads 16 bytes a lane and output row: lane (g,
+// t) gets inputs 8 t .. 8 t + 7 of row g. The order of inputs within a product does not matter as long as W
+// and x agree, so these eight values serve directly as two k16 steps, and x is read the same way. The block's
+// eight warps are kOutWarps x kKWarps: warps along k take every kKWarps-th piece of 32 inputs and are summed
+// at the end; where one block a tile of outputs would leave the chip empty, blocks share the inputs too and
+// the last of them adds the parts up, in order. How the sum is cut depends on the shape of W alone, so a
+// row's bits do not depend on the other rows.
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/ops.h"
@@ -15,8 +16,8 @@ namespace kdt::cuda {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kOuts = 32;   // of a warp
-constexpr int kRows = 64;   // of a block
+constexpr int kOuts = 32;  // of a warp
+constexpr int kRows = 64;  // of a block
 constexpr int kMaxSplits = 16;
 
 struct GemmParams {
@@ -38,7 +39,8 @@ __device__ void Store(const GemmParams& p, int row, int out, float value) {
 }
 
 template <typename Y, int kOutWarps, int kTiles>
-__global__ void __launch_bounds__(32 * kWarps, kTiles <= 4 ? 2 : 1) GemmKernel(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(32 * kWarps, kTiles <= 4 ? 2 : 1)
+    GemmKernel(const __grid_constant__ GemmParams p) {
   constexpr int kKWarps = kWarps / kOutWarps;
   constexpr int kAhead = kTiles <= 2 ? 4 : 2;
   constexpr int kTileRows = 8 * kTiles;
@@ -54,7 +56,8 @@ __global__ void __launch_bounds__(32 * kWarps, kTiles <= 4 ? 2 : 1) GemmKernel(c
   // Rows past the end read the last one; what they give is not stored.
   const bf16* w[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) w[i] = p.w + min(block_out + out_warp * kOuts + 8 * i + g, p.outs - 1) * p.w_stride + 8 * t;
+  for (int i = 0; i < 4; ++i)
+    w[i] = p.w + min(block_out + out_warp * kOuts + 8 * i + g, p.outs - 1) * p.w_stride + 8 * t;
   const bf16* x[kTiles];
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) x[n] = p.x + min(first_row + 8 * n + g, p.rows - 1) * p.x_stride + 8 * t;
@@ -67,10 +70,11 @@ __global__ void __launch_bounds__(32 * kWarps, kTiles <= 4 ? 2 : 1) GemmKernel(c
 #pragma unroll
       for (int c = 0; c < 4; ++c) acc[m][n][c] = 0.0f;
   uint4 a[kAhead][4];
-  auto fetch = [&](int from, uint4 (&to)[4]) {
+  auto fetch = [&](int from, uint4(&to)[4]) {
     if (from >= piece_end) return;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = __ldcs(reinterpret_cast<const uint4*>(w[i] + static_cast<int64_t>(from) * 32));
+    for (int i = 0; i < 4; ++i)
+      to[i] = __ldcs(reinterpret_cast<const uint4*>(w[i] + static_cast<int64_t>(from) * 32));
   };
 #pragma unroll
   for (int d = 0; d < kAhead; ++d) fetch(piece + d * kKWarps, a[d]);
@@ -85,7 +89,8 @@ __global__ void __launch_bounds__(32 * kWarps, kTiles <= 4 ? 2 : 1) GemmKernel(c
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           const uint4 &low = a[d][2 * m], &high = a[d][2 * m + 1];  // rows g and g + 8
-          const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+          const uint32_t first[4] = {low.x, high.x, low.y, high.y},
+                         second[4] = {low.z, high.z, low.w, high.w};
           MmaBf16(acc[m][n], first, b.x, b.y);
           MmaBf16(acc[m][n], second, b.z, b.w);
         }
@@ -116,7 +121,8 @@ __global__ void __launch_bounds__(32 * kWarps, kTiles <= 4 ? 2 : 1) GemmKernel(c
     if (p.splits == 1) {
       Store<Y>(p, first_row + row, block_out + out, sum);
     } else {
-      p.partial[(static_cast<int64_t>(blockIdx.z) * p.rows + first_row + row) * p.outs + block_out + out] = sum;
+      p.partial[(static_cast<int64_t>(blockIdx.z) * p.rows + first_row + row) * p.outs + block_out + out] =
+          sum;
     }
   }
   if (p.splits == 1) return;
@@ -136,7 +142,8 @@ __global__ void __launch_bounds__(32 * kWarps, kTiles <= 4 ? 2 : 1) GemmKernel(c
     const int out = block_out + i % kBlockOuts, row = first_row + i / kBlockOuts;
     if (out >= p.outs || row >= p.rows) continue;
     float sum = 0.0f;
-    for (int s = 0; s < p.splits; ++s) sum += __ldcg(p.partial + (static_cast<int64_t>(s) * p.rows + row) * p.outs + out);
+    for (int s = 0; s < p.splits; ++s)
+      sum += __ldcg(p.partial + (static_cast<int64_t>(s) * p.rows + row) * p.outs + out);
     Store<Y>(p, row, out, sum);
   }
 }
@@ -144,8 +151,8 @@ __global__ void __launch_bounds__(32 * kWarps, kTiles <= 4 ? 2 : 1) GemmKernel(c
 template <typename Y, int kOutWarps, int kTiles>
 cudaError_t Run(const Launch& launch, const GemmParams& p) {
   constexpr int kBytes = kWarps * kOuts * (8 * kTiles + 1) * 4;
-  static const cudaError_t prepared = cudaFuncSetAttribute(GemmKernel<Y, kOutWarps, kTiles>,
-                                                           cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  static const cudaError_t prepared = cudaFuncSetAttribute(
+      GemmKernel<Y, kOutWarps, kTiles>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (prepared != cudaSuccess) return prepared;
   const dim3 grid(Blocks(p.outs, kOutWarps * kOuts), Blocks(p.rows, kRows), p.splits);
   if (grid.x * grid.y > kCounters) return cudaErrorInvalidValue;
@@ -165,8 +172,8 @@ cudaError_t ForRows(const Launch& launch, const GemmParams& p) {
 
 cudaError_t Gemm(const Launch& launch, const kernels::GemmArgs& args) {
   if (args.x.rows == 0 || args.w.rows == 0) return cudaSuccess;
-  const bool fits = args.x.dtype == kernels::DType::kBF16 && args.w.dtype == kernels::DType::kBF16 && args.x.cols % 32 == 0 &&
-                    args.x.stride % 8 == 0 && args.w.stride % 8 == 0;
+  const bool fits = args.x.dtype == kernels::DType::kBF16 && args.w.dtype == kernels::DType::kBF16 &&
+                    args.x.cols % 32 == 0 && args.x.stride % 8 == 0 && args.w.stride % 8 == 0;
   if (!fits) return cudaErrorInvalidValue;
   GemmParams p;
   p.x = Data<bf16>(args.x);
@@ -184,8 +191,8 @@ cudaError_t Gemm(const Launch& launch, const kernels::GemmArgs& args) {
   // Wide matrices: four warps side by side read x together. Narrow ones: all warps along k, and blocks too.
   const bool wide = p.outs >= 4096;
   const int tiles = Blocks(p.outs, wide ? 4 * kOuts : kOuts);
-  const int wanted = 2 * launch.processors / tiles;     // blocks a tile to fill the chip
-  const int most = p.pieces / (wide ? 4 : 16);          // each warp of a split should have two pieces or more
+  const int wanted = 2 * launch.processors / tiles;  // blocks a tile to fill the chip
+  const int most = p.pieces / (wide ? 4 : 16);       // each warp of a split should have two pieces or more
   p.splits = wanted < 1 ? 1 : wanted;
   if (p.splits > most) p.splits = most < 1 ? 1 : most;
   if (p.splits > kMaxSplits) p.splits = kMaxSplits;

@@ -1,5 +1,5 @@
-// One block a row. Built without contraction of products and sums (CMakeLists.txt): the noise and the choice are the CPU's,
-// bit for bit.
+// One block a row. Built without contraction of products and sums (CMakeLists.txt): the noise and the choice
+// are the CPU's, bit for bit.
 #include "common/rng.h"
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/ops.h"
@@ -7,9 +7,10 @@
 namespace kdt::cuda {
 namespace {
 
-__global__ void __launch_bounds__(1024) GumbelKernel(const float* logits, int64_t stride, int64_t vocab, int64_t vocab_begin,
-                                                     const float* temperature, const uint64_t* seed, const int64_t* position,
-                                                     int32_t* id, float* value) {
+__global__ void __launch_bounds__(1024)
+    GumbelKernel(const float* logits, int64_t stride, int64_t vocab, int64_t vocab_begin,
+                 const float* temperature, const uint64_t* seed, const int64_t* position, int32_t* id,
+                 float* value) {
   __shared__ Best shared[32];
   logits += blockIdx.x * stride;
   const float t = temperature[blockIdx.x];
@@ -43,8 +44,8 @@ __global__ void __launch_bounds__(1024) GumbelKernel(const float* logits, int64_
 cudaError_t GumbelArgmax(const Launch& launch, const kernels::GumbelArgmaxArgs& args) {
   if (args.logits.rows == 0) return cudaSuccess;
   GumbelKernel<<<static_cast<int>(args.logits.rows), 1024, 0, launch.stream>>>(
-      Data<float>(args.logits), args.logits.stride, args.logits.cols, args.vocab_begin, args.temperature, args.seed,
-      args.position, args.id, args.value);
+      Data<float>(args.logits), args.logits.stride, args.logits.cols, args.vocab_begin, args.temperature,
+      args.seed, args.position, args.id, args.value);
   return cudaGetLastError();
 }
 

@@ -1,6 +1,7 @@
-// Each thread moves its own 4 bytes of every row, in the order of the list, so no thread ever waits for another. It takes
-// eight rows at a time: within a batch all reads come before all writes. That is the in-order copy, because a row is never
-// read after an earlier move has written it: to[i] <= from[i] with both rising, or ranges that do not overlap.
+// Each thread moves its own 4 bytes of every row, in the order of the list, so no thread ever waits for
+// another. It takes eight rows at a time: within a batch all reads come before all writes. That is the
+// in-order copy, because a row is never read after an earlier move has written it: to[i] <= from[i] with both
+// rising, or ranges that do not overlap.
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -10,8 +11,8 @@ namespace {
 constexpr int kBatch = 8;
 
 template <typename Word>
-__global__ void KvMoveKernel(const int32_t* from, const int32_t* to, int64_t count, Word* pool, int64_t row_words,
-                             int64_t stride_words, int64_t layer_words) {
+__global__ void KvMoveKernel(const int32_t* from, const int32_t* to, int64_t count, Word* pool,
+                             int64_t row_words, int64_t stride_words, int64_t layer_words) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (column >= row_words) return;
   pool += blockIdx.y * layer_words + column;
@@ -43,7 +44,8 @@ void Move(const Launch& launch, const kernels::KvMoveArgs& args) {
 cudaError_t KvMove(const Launch& launch, const kernels::KvMoveArgs& args) {
   if (args.count == 0 || args.layers == 0) return cudaSuccess;
   const int64_t size = kernels::DTypeSize(args.pool.dtype);
-  const bool words = args.pool.cols * size % 4 == 0 && args.pool.stride * size % 4 == 0 && args.layer_stride * size % 4 == 0;
+  const bool words =
+      args.pool.cols * size % 4 == 0 && args.pool.stride * size % 4 == 0 && args.layer_stride * size % 4 == 0;
   if (words) {
     Move<uint32_t>(launch, args);
   } else {

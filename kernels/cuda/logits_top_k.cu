@@ -1,5 +1,5 @@
-// One block a row. The k-th best value is found by four passes of an 8-bit radix select over order-preserving keys; then
-// the values above it and the first ones equal to it, by rising index, are collected and ranked.
+// One block a row. The k-th best value is found by four passes of an 8-bit radix select over order-preserving
+// keys; then the values above it and the first ones equal to it, by rising index, are collected and ranked.
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/ops.h"
 

@@ -1,10 +1,12 @@
 // Routed experts in three kernels, each a programmatic dependent of the one before:
-//   gate_up  a block takes 16 gate rows and the 16 up rows beside them of one expert, its eight warps share the inputs, and
+//   gate_up  a block takes 16 gate rows and the 16 up rows beside them of one expert, its eight warps share
+//   the inputs, and
 //            it ends in silu(gate) * up for every pair (row, expert), rounded to bf16
 //   down     a warp takes 16 hidden rows of one expert over all of the inner width
 //   sum      each row adds its pairs up by rising expert
-// Weights of an expert are read once for up to eight of its rows. All three find their expert in the router's choice
-// themselves (moe/experts.cuh). In `down` the first weights are on their way before the wait for gate_up.
+// Weights of an expert are read once for up to eight of its rows. All three find their expert in the router's
+// choice themselves (moe/experts.cuh). In `down` the first weights are on their way before the wait for
+// gate_up.
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/moe/experts.cuh"
 #include "kernels/cuda/moe/int4.cuh"
@@ -14,8 +16,8 @@ namespace kdt::cuda {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kAhead = 3;       // units a lane has in flight
-constexpr int kDownTiles = 2;   // tiles of 16 rows a warp of `down` has in flight
+constexpr int kAhead = 3;      // units a lane has in flight
+constexpr int kDownTiles = 2;  // tiles of 16 rows a warp of `down` has in flight
 
 struct MoeParams {
   const bf16* x;
@@ -31,12 +33,14 @@ struct MoeParams {
   bool accumulate;
 };
 
-// Eight inputs of one group a lane, for four groups; groups past the end and columns without a pair give zeros.
+// Eight inputs of one group a lane, for four groups; groups past the end and columns without a pair give
+// zeros.
 __device__ __forceinline__ void LoadInputs(uint4 (&x)[4], const bf16* row, int unit, int groups, int t) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    x[j] = row != nullptr && unit * 4 + j < groups ? *reinterpret_cast<const uint4*>(row + unit * kUnit + j * 32 + t * 8)
-                                                   : make_uint4(0, 0, 0, 0);
+    x[j] = row != nullptr && unit * 4 + j < groups
+               ? *reinterpret_cast<const uint4*>(row + unit * kUnit + j * 32 + t * 8)
+               : make_uint4(0, 0, 0, 0);
   }
 }
 
@@ -49,16 +53,18 @@ __global__ void __launch_bounds__(32 * kWarps) GateUpKernel(const __grid_constan
   const int pairs = p.rows * p.top_k;
   WaitForPrevious();
   LaunchDependents();
-  const int expert = FindExpert(list, p.ids, pairs, static_cast<int>(p.w.first_expert), static_cast<int>(p.w.experts), blockIdx.y);
+  const int expert = FindExpert(list, p.ids, pairs, static_cast<int>(p.w.first_expert),
+                                static_cast<int>(p.w.experts), blockIdx.y);
   if (expert < 0) return;
   const int first_out = blockIdx.x * 16;
-  const uint32_t* rows[2][2];    // gate and up; g and g + 8
+  const uint32_t* rows[2][2];  // gate and up; g and g + 8
   const uint16_t* scales[2][2];
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int64_t row = static_cast<int64_t>(expert) * 2 * inner + part * inner + min(first_out + 8 * i + g, inner - 1);
+      const int64_t row =
+          static_cast<int64_t>(expert) * 2 * inner + part * inner + min(first_out + 8 * i + g, inner - 1);
       rows[part][i] = p.w.gate_up + row * (hidden / 8);
       scales[part][i] = p.w.gate_up_scale + row * groups;
     }
@@ -123,7 +129,8 @@ __global__ void __launch_bounds__(32 * kWarps) DownKernel(const __grid_constant_
   const int pairs = p.rows * p.top_k;
   LaunchDependents();
   // The router's choice is older than gate_up, which has waited for it.
-  const int expert = FindExpert(list, p.ids, pairs, static_cast<int>(p.w.first_expert), static_cast<int>(p.w.experts), blockIdx.y);
+  const int expert = FindExpert(list, p.ids, pairs, static_cast<int>(p.w.first_expert),
+                                static_cast<int>(p.w.experts), blockIdx.y);
   if (expert < 0) return;
   const int first_out = (blockIdx.x * kWarps + warp) * 16 * kDownTiles;
   const uint32_t* rows[kDownTiles][2];
@@ -132,7 +139,8 @@ __global__ void __launch_bounds__(32 * kWarps) DownKernel(const __grid_constant_
   for (int m = 0; m < kDownTiles; ++m) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int64_t row = static_cast<int64_t>(expert) * hidden + min(first_out + 16 * m + 8 * i + g, hidden - 1);
+      const int64_t row =
+          static_cast<int64_t>(expert) * hidden + min(first_out + 16 * m + 8 * i + g, hidden - 1);
       rows[m][i] = p.w.down + row * (inner / 8);
       scales[m][i] = p.w.down_scale + row * groups;
     }
@@ -179,7 +187,8 @@ __global__ void __launch_bounds__(32 * kWarps) DownKernel(const __grid_constant_
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int column = first + 2 * t + (c & 1), out = first_out + 16 * m + 8 * (c >> 1) + g;
-          if (column < count && out < hidden) p.product[static_cast<int64_t>(list.pairs[column]) * hidden + out] = acc[m][c];
+          if (column < count && out < hidden)
+            p.product[static_cast<int64_t>(list.pairs[column]) * hidden + out] = acc[m][c];
         }
       }
     }
@@ -221,8 +230,9 @@ cudaError_t LaunchAfter(const Launch& launch, Kernel kernel, dim3 grid, int thre
 cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args) {
   const kernels::Int4Experts& w = args.weights;
   if (args.x.rows == 0 || w.experts == 0) return cudaSuccess;
-  const bool fits = args.x.dtype == kernels::DType::kBF16 && args.x.stride % 8 == 0 && w.experts <= kMaxExperts &&
-                    w.hidden % kernels::kInt4Group == 0 && w.inner % kernels::kInt4Group == 0 &&
+  const bool fits = args.x.dtype == kernels::DType::kBF16 && args.x.stride % 8 == 0 &&
+                    w.experts <= kMaxExperts && w.hidden % kernels::kInt4Group == 0 &&
+                    w.inner % kernels::kInt4Group == 0 &&
                     MoeWorkspace(args.x.rows, args.top_k, w.inner, w.hidden) <= launch.workspace_bytes;
   if (!fits) return cudaErrorInvalidValue;
   const int64_t pairs = args.x.rows * args.top_k;
@@ -244,7 +254,8 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args) {
   GateUpKernel<<<dim3(Blocks(w.inner, 16), active), 32 * kWarps, 0, launch.stream>>>(p);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   const dim3 down(Blocks(w.hidden, kWarps * 16 * kDownTiles), active);
-  if (const cudaError_t error = LaunchAfter(launch, DownKernel, down, 32 * kWarps, p); error != cudaSuccess) return error;
+  if (const cudaError_t error = LaunchAfter(launch, DownKernel, down, 32 * kWarps, p); error != cudaSuccess)
+    return error;
   const dim3 sum(p.rows, Blocks(w.hidden, 256));
   return args.out.dtype == kernels::DType::kF32 ? LaunchAfter(launch, SumKernel<float>, sum, 256, p)
                                                 : LaunchAfter(launch, SumKernel<bf16>, sum, 256, p);

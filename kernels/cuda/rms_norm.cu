@@ -7,8 +7,8 @@ namespace {
 
 template <typename T>
 __global__ void __launch_bounds__(512)
-    RmsNormKernel(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const bf16* weight, float eps, int64_t n,
-                  T* out, int64_t out_stride) {
+    RmsNormKernel(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const bf16* weight,
+                  float eps, int64_t n, T* out, int64_t out_stride) {
   __shared__ float shared[32];
   x += blockIdx.x * x_stride;
   out += blockIdx.x * out_stride;
@@ -46,7 +46,8 @@ cudaError_t RmsNorm(const Launch& launch, const kernels::RmsNormArgs& args) {
     using T = std::remove_pointer_t<decltype(t)>;
     RmsNormKernel<T><<<static_cast<int>(args.x.rows), 512, 0, launch.stream>>>(
         Data<T>(args.x), args.x.stride, Data<T>(args.residual), args.residual.stride,
-        reinterpret_cast<const bf16*>(args.weight), args.eps, args.x.cols, Data<T>(args.out), args.out.stride);
+        reinterpret_cast<const bf16*>(args.weight), args.eps, args.x.cols, Data<T>(args.out),
+        args.out.stride);
   });
   return cudaGetLastError();
 }
@@ -55,9 +56,8 @@ cudaError_t Add(const Launch& launch, const kernels::AddArgs& args) {
   if (args.x.rows == 0) return cudaSuccess;
   ByType(args.x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    AddKernel<T><<<static_cast<int>(args.x.rows), 512, 0, launch.stream>>>(Data<T>(args.x), args.x.stride,
-                                                                          Data<T>(args.residual), args.residual.stride,
-                                                                          args.x.cols);
+    AddKernel<T><<<static_cast<int>(args.x.rows), 512, 0, launch.stream>>>(
+        Data<T>(args.x), args.x.stride, Data<T>(args.residual), args.residual.stride, args.x.cols);
   });
   return cudaGetLastError();
 }

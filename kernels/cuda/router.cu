@@ -9,19 +9,20 @@ constexpr int kThreads = 256;
 constexpr int kMaxRouted = 4096;
 
 template <typename T>
-__global__ void ScoreKernel(const T* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t inputs, int experts,
-                            float* scores) {
+__global__ void ScoreKernel(const T* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t inputs,
+                            int experts, float* scores) {
   const int expert = blockIdx.y * (blockDim.x / 32) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   if (expert >= experts) return;
   float sum = 0.0f;
-  for (int64_t i = lane; i < inputs; i += 32) sum = fmaf(ToFloat(x[blockIdx.x * x_stride + i]), w[expert * w_stride + i], sum);
+  for (int64_t i = lane; i < inputs; i += 32)
+    sum = fmaf(ToFloat(x[blockIdx.x * x_stride + i]), w[expert * w_stride + i], sum);
   sum = WarpSum(sum);
   if (lane == 0) scores[static_cast<int64_t>(blockIdx.x) * experts + expert] = sum;
 }
 
 __global__ void __launch_bounds__(kThreads)
-    ChooseKernel(const float* scores, const float* bias, int experts, int top_k, bool normalize, float scale, int32_t* ids,
-                 float* weights) {
+    ChooseKernel(const float* scores, const float* bias, int experts, int top_k, bool normalize, float scale,
+                 int32_t* ids, float* weights) {
   __shared__ Best shared[kThreads / 32];
   __shared__ float biased[kMaxRouted], plain[kMaxRouted];
   __shared__ int chosen[kernels::kMaxExpertsPerToken];
@@ -89,12 +90,13 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
     ByType(args.x.dtype, [&](auto* t) {
       using T = std::remove_pointer_t<decltype(t)>;
       ScoreKernel<T><<<dim3(static_cast<int>(rows), Blocks(experts, 8)), 256, 0, launch.stream>>>(
-          Data<T>(args.x), args.x.stride, Data<float>(args.w), args.w.stride, args.x.cols, static_cast<int>(experts), scores);
+          Data<T>(args.x), args.x.stride, Data<float>(args.w), args.w.stride, args.x.cols,
+          static_cast<int>(experts), scores);
     });
   }
-  ChooseKernel<<<static_cast<int>(rows), kThreads, 0, launch.stream>>>(scores, args.bias, static_cast<int>(experts),
-                                                                       static_cast<int>(args.top_k), args.normalize, args.scale,
-                                                                       args.expert_ids, args.weights);
+  ChooseKernel<<<static_cast<int>(rows), kThreads, 0, launch.stream>>>(
+      scores, args.bias, static_cast<int>(experts), static_cast<int>(args.top_k), args.normalize, args.scale,
+      args.expert_ids, args.weights);
   return cudaGetLastError();
 }
 

@@ -18,8 +18,9 @@ cudaError_t SiluMul(const Launch& launch, const kernels::SiluMulArgs& args) {
   if (args.out.rows == 0) return cudaSuccess;
   ByType(args.x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    SiluMulKernel<T><<<dim3(static_cast<int>(args.out.rows), Blocks(args.out.cols, 256)), 256, 0, launch.stream>>>(
-        Data<T>(args.x), args.x.stride, args.out.cols, Data<T>(args.out), args.out.stride);
+    SiluMulKernel<T>
+        <<<dim3(static_cast<int>(args.out.rows), Blocks(args.out.cols, 256)), 256, 0, launch.stream>>>(
+            Data<T>(args.x), args.x.stride, args.out.cols, Data<T>(args.out), args.out.stride);
   });
   return cudaGetLastError();
 }

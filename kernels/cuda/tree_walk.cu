@@ -1,4 +1,5 @@
-// A warp a tree. A child stands behind its parent, so one pass over the nodes, 32 at a time, finds the whole path.
+// A warp a tree. A child stands behind its parent, so one pass over the nodes, 32 at a time, finds the whole
+// path.
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/ops.h"
 

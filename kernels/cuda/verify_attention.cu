@@ -6,10 +6,11 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int kMinSplitKeys = 64;       // below this a split's fixed costs outweigh its share of the keys
+constexpr int kMinSplitKeys = 64;  // below this a split's fixed costs outweigh its share of the keys
 constexpr float kLog2E = 1.44269504f;
 
-using Small = VerifyConfig<1, 1, 5, 2>;   // up to 16 query rows a sequence: two blocks a multiprocessor hide latency
+using Small =
+    VerifyConfig<1, 1, 5, 2>;  // up to 16 query rows a sequence: two blocks a multiprocessor hide latency
 using Middle = VerifyConfig<2, 1, 4, 2>;  // up to 32
 using Large = VerifyConfig<2, 2, 4, 1>;
 
@@ -35,7 +36,8 @@ cudaError_t Run(const Launch& launch, const kernels::VerifyAttentionArgs& args) 
   if (prepared != cudaSuccess) return prepared;
   const int64_t tiles = MaxTiles<C>(args.q.rows, args.heads, args.sequences);
   const int64_t items = MaxItems<C>(launch.processors, args.q.rows, args.heads, args.sequences);
-  if (WorkspaceBytes<C>(launch.processors, args.q.rows, args.heads, args.sequences) > launch.workspace_bytes ||
+  if (WorkspaceBytes<C>(launch.processors, args.q.rows, args.heads, args.sequences) >
+          launch.workspace_bytes ||
       launch.processors * C::kMinBlocks > kMaxSplits) {
     return cudaErrorInvalidValue;
   }
@@ -76,7 +78,8 @@ cudaError_t Run(const Launch& launch, const kernels::VerifyAttentionArgs& args) 
   // One or two query tiles have many splits each: more warps share them.
   const bool few = args.q.rows * args.heads <= 2 * C::kTileRows;
   config.blockDim = dim3(few ? 512 : 128);
-  return few ? cudaLaunchKernelEx(&config, VerifyReduce<C, 16>, p) : cudaLaunchKernelEx(&config, VerifyReduce<C, 4>, p);
+  return few ? cudaLaunchKernelEx(&config, VerifyReduce<C, 16>, p)
+             : cudaLaunchKernelEx(&config, VerifyReduce<C, 4>, p);
 }
 
 }  // namespace
@@ -87,7 +90,8 @@ cudaError_t VerifyAttention(const Launch& launch, const kernels::VerifyAttention
                     args.pool.dtype == kernels::DType::kBF16 && args.out.dtype == kernels::DType::kBF16 &&
                     args.q.stride % 8 == 0 && args.pool.stride % 8 == 0 && args.out.stride % 2 == 0;
   if (!fits) return cudaErrorInvalidValue;
-  const int64_t rows = (args.q.rows + args.sequences - 1) / args.sequences * args.heads;  // query rows a sequence
+  const int64_t rows =
+      (args.q.rows + args.sequences - 1) / args.sequences * args.heads;  // query rows a sequence
   if (rows <= Small::kTileRows) return Run<Small>(launch, args);
   if (rows <= Middle::kTileRows) return Run<Middle>(launch, args);
   return Run<Large>(launch, args);

@@ -40,9 +40,12 @@ T* Data(const kernels::Tensor& t) {
   return static_cast<T*>(t.data);
 }
 
-inline int Blocks(int64_t count, int64_t per_block) { return static_cast<int>((count + per_block - 1) / per_block); }
+inline int Blocks(int64_t count, int64_t per_block) {
+  return static_cast<int>((count + per_block - 1) / per_block);
+}
 
-// Sum, and maximum with the lower index first among equals, over a block of at most 1024 threads. `shared` holds 32 values.
+// Sum, and maximum with the lower index first among equals, over a block of at most 1024 threads. `shared`
+// holds 32 values.
 __device__ __forceinline__ float WarpSum(float x) {
 #pragma unroll
   for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(~0u, x, d);
@@ -64,7 +67,8 @@ struct Best {
   int index;  // negative: none
 };
 __device__ __forceinline__ Best Better(Best a, Best b) {
-  const bool take_b = b.index >= 0 && (a.index < 0 || b.value > a.value || (b.value == a.value && b.index < a.index));
+  const bool take_b =
+      b.index >= 0 && (a.index < 0 || b.value > a.value || (b.value == a.value && b.index < a.index));
   return take_b ? b : a;
 }
 __device__ __forceinline__ Best BlockBest(Best x, Best* shared) {

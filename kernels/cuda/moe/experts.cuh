@@ -1,5 +1,5 @@
-// Which expert a block works for and with which rows, found by each block from the router's choice: a separate kernel for
-// this would cost more than it saves.
+// Which expert a block works for and with which rows, found by each block from the router's choice: a
+// separate kernel for this would cost more than it saves.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,10 @@ struct ExpertList {
   int pairs[kListPairs];  // pair = row * top_k + k, rising within each batch of threads
 };
 
-// The `index`-th of the held experts that are chosen by any row (negative: there are fewer). The whole block calls it.
-__device__ inline int FindExpert(ExpertList& list, const int32_t* ids, int pairs, int first_expert, int experts, int index) {
+// The `index`-th of the held experts that are chosen by any row (negative: there are fewer). The whole block
+// calls it.
+__device__ inline int FindExpert(ExpertList& list, const int32_t* ids, int pairs, int first_expert,
+                                 int experts, int index) {
   for (int i = threadIdx.x; i < kMaxExperts / 32; i += blockDim.x) list.used[i] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
@@ -44,7 +46,8 @@ __device__ inline int FindExpert(ExpertList& list, const int32_t* ids, int pairs
   return list.expert;
 }
 
-// Fills the list with the expert's pairs number skip .. skip + kListPairs - 1. The order does not matter to any result.
+// Fills the list with the expert's pairs number skip .. skip + kListPairs - 1. The order does not matter to
+// any result.
 __device__ inline void ListPairs(ExpertList& list, const int32_t* ids, int pairs, int wanted, int skip) {
   __syncthreads();
   if (threadIdx.x == 0) list.count = -skip;

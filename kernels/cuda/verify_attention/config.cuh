@@ -9,8 +9,8 @@ inline constexpr int kMaxSharedBytes = 101376;  // of a block on sm_120
 inline constexpr float kNoReference = -1e30f;   // below every finite score
 inline constexpr float kRescaleAbove = 8.0f;    // log2
 
-// A group works on kMTiles * 16 query rows: two score warps (QK) and four value warps (softmax, PV, loading). A block has
-// kGroups of them, which share the key tiles.
+// A group works on kMTiles * 16 query rows: two score warps (QK) and four value warps (softmax, PV, loading).
+// A block has kGroups of them, which share the key tiles.
 template <int kMTiles_, int kGroups_, int kStages_, int kMinBlocks_>
 struct VerifyConfig {
   static constexpr int kMTiles = kMTiles_;
@@ -27,7 +27,8 @@ struct VerifyConfig {
 
   static constexpr int kLatentStage = kTileKeys * kLatent * 2;
   static constexpr int kRopeStage = kTileKeys * kRope * 2;
-  static constexpr int kScoreHalf = kGroupRows * kTileKeys * 4;  // partial scores of a group over half of the columns
+  static constexpr int kScoreHalf =
+      kGroupRows * kTileKeys * 4;  // partial scores of a group over half of the columns
   static constexpr int kScores = 2 * kScoreHalf;
   static constexpr int kProbs = kGroupRows * kTileKeys * 2;
   static constexpr int kFactors = kGroupRows * 4;
@@ -46,7 +47,8 @@ struct VerifyConfig {
   static constexpr int kItemAt = kScoresEmptyAt + kGroups * 2 * 8;
   static constexpr int kSharedBytes = kItemAt + 48;
   static_assert(kSharedBytes <= kMaxSharedBytes);
-  // Each score warp brings its queries in through a private piece of the ring's last stage, which is loaded last.
+  // Each score warp brings its queries in through a private piece of the ring's last stage, which is loaded
+  // last.
   static constexpr int kStagingAt = kLatentAt + (kStages - 1) * kLatentStage;
   static constexpr int kStagingPiece = kGroupRows * 128;
   static_assert(kScoreWarps * kStagingPiece <= kLatentStage);

@@ -1,4 +1,5 @@
-// What the two kernels of verify_attention are launched with. kdt/kernels/verify_attention.h gives the meaning.
+// What the two kernels of verify_attention are launched with. kdt/kernels/verify_attention.h gives the
+// meaning.
 #pragma once
 
 #include <cstdint>
@@ -27,12 +28,13 @@ struct VerifyParams {
   const int32_t* slot_table;
   int64_t table_stride;
   const uint64_t* ancestor_bits;
-  // How the work is cut: `slots` blocks run at once; a split has at least min_split_keys keys (the last may have fewer).
+  // How the work is cut: `slots` blocks run at once; a split has at least min_split_keys keys (the last may
+  // have fewer).
   int slots;
   int min_split_keys;
   // Partial results. One item is one (sequence, query tile, split).
-  uint4* partial;     // [items][tile rows * 64]: half8 in the order the lanes hold them, see partial.cuh
-  float2* partial_ml;  // [items][tile rows]: reference (log2) and sum
+  uint4* partial;        // [items][tile rows * 64]: half8 in the order the lanes hold them, see partial.cuh
+  float2* partial_ml;    // [items][tile rows]: reference (log2) and sum
   float* partial_scale;  // [items][tile rows][4]: factor of each 128 columns
 };
 

@@ -1,13 +1,18 @@
-// First kernel of verify_attention: one item = 16, 32 or 64 query rows of a sequence against one split of its keys, 16 keys
-// a round. The warps of a block have two roles (docs/kernels.md has the arithmetic behind this):
+// First kernel of verify_attention: one item = 16, 32 or 64 query rows of a sequence against one split of its
+// keys, 16 keys a round. The warps of a block have two roles (docs/kernels.md has the arithmetic behind
+// this):
 //
-//   score warps  QK. Two for each group of rows; each holds its rows' queries for half of the 576 columns in registers (the
+//   score warps  QK. Two for each group of rows; each holds its rows' queries for half of the 576 columns in
+//   registers (the
 //                rope part in shared memory) and leaves its partial scores, float32, in shared memory.
-//   value warps  Four for each group. They load the key tiles (the groups take turns), add the two score halves, do the
-//                softmax of 8 rows each, and accumulate P x V for 128 output columns each, V being the key tile again.
+//   value warps  Four for each group. They load the key tiles (the groups take turns), add the two score
+//   halves, do the
+//                softmax of 8 rows each, and accumulate P x V for 128 output columns each, V being the key
+//                tile again.
 //
-// Value warps work on P x V of round r between the steps of the softmax of round r + 1, score warps run up to two rounds
-// ahead. Tiles and scores are handed over by mbarriers, P within a group by one named barrier a round.
+// Value warps work on P x V of round r between the steps of the softmax of round r + 1, score warps run up to
+// two rounds ahead. Tiles and scores are handed over by mbarriers, P within a group by one named barrier a
+// round.
 #pragma once
 
 #include "kernels/cuda/common/ptx.cuh"
@@ -21,7 +26,8 @@ __device__ inline int RowOf(const VerifyParams& p, int flat) {
   return static_cast<int>((static_cast<float>(flat) + 0.5f) * p.heads_inverse);
 }
 
-// Whether the query at row `row` (within the sequence) sees `key`; keys from `context` on are the sequence's own rows.
+// Whether the query at row `row` (within the sequence) sees `key`; keys from `context` on are the sequence's
+// own rows.
 __device__ inline bool Visible(const VerifyParams& p, const Item& it, int row, int key) {
   if (key >= it.end) return false;
   if (key < it.context) return true;
@@ -52,17 +58,17 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
     for (int i = 0; i < kLoads; ++i) {
       const int flat = first_flat + i * 4 + (lane >> 3);
       const int row = RowOf(p, flat);
-      src[i] = flat < flat_rows
-                   ? (it.row0 + row) * static_cast<int>(p.q_stride) + (flat - row * p.heads) * kKeyWidth + (lane & 7) * 8
-                   : -kKeyWidth;
+      src[i] = flat < flat_rows ? (it.row0 + row) * static_cast<int>(p.q_stride) +
+                                      (flat - row * p.heads) * kKeyWidth + (lane & 7) * 8
+                                : -kKeyWidth;
     }
-    auto fetch = [&](int column, uint4 (&to)[kLoads]) {
+    auto fetch = [&](int column, uint4(&to)[kLoads]) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         to[i] = src[i] >= 0 ? *reinterpret_cast<const uint4*>(p.q + src[i] + column) : make_uint4(0, 0, 0, 0);
       }
     };
-    auto put = [&](uint32_t to, const uint4 (&from)[kLoads]) {
+    auto put = [&](uint32_t to, const uint4(&from)[kLoads]) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int row = i * 4 + (lane >> 3);
@@ -92,15 +98,15 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
     NamedBarrier(1 + C::kGroups, 32 * C::kScoreWarps);  // the rope part is shared
   }
 
-  const uint32_t latent_lane =
-      Pinned(base + C::kLatentAt + ((lane & 7) + ((lane >> 4) << 3)) * 1024 + half * 512 +
-             ((((lane >> 3) & 1) ^ (lane & 7)) << 4));
+  const uint32_t latent_lane = Pinned(base + C::kLatentAt + ((lane & 7) + ((lane >> 4) << 3)) * 1024 +
+                                      half * 512 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4));
   const uint32_t rope_lane = base + C::kRopeAt + ((lane & 7) + ((lane >> 4) << 3)) * 128 +
                              (((4 * half + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
   const uint32_t query_lane = base + C::kQueryRopeAt + (group * C::kGroupRows + (lane & 15)) * 128 +
                               (((4 * half + (lane >> 4)) ^ (lane & 7)) << 4);
   const uint32_t score_lane = base + C::kScoresAt + group * 2 * C::kScores + half * C::kScoreHalf + lane * 16;
-  const uint32_t scores_full = base + C::kScoresFullAt + group * 16, scores_empty = base + C::kScoresEmptyAt + group * 16;
+  const uint32_t scores_full = base + C::kScoresFullAt + group * 16,
+                 scores_empty = base + C::kScoresEmptyAt + group * 16;
 
   for (int round = 0; round < rounds; ++round) {
     BarrierWait(base + C::kFullAt + 8 * (round % C::kStages), (round / C::kStages) & 1);
@@ -139,11 +145,12 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
     }
     const int buffer = round & 1;
     if (round >= 2) BarrierWait(scores_empty + 8 * buffer, (round / 2 - 1) & 1);
-    // 8 rows of scores for each owner, in the order its lanes want them.
+      // 8 rows of scores for each owner, in the order its lanes want them.
 #pragma unroll
     for (int d = 0; d < C::kOwners; ++d) {
       const int m = d >> 1, c = 2 * (d & 1);
-      StoreShared4(score_lane + buffer * C::kScores + d * 512, s[m][0][c], s[m][0][c + 1], s[m][1][c], s[m][1][c + 1]);
+      StoreShared4(score_lane + buffer * C::kScores + d * 512, s[m][0][c], s[m][0][c + 1], s[m][1][c],
+                   s[m][1][c + 1]);
     }
     __syncwarp();
     if (lane == 0) {
@@ -161,13 +168,16 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
   const int group = warp >> 2, w = warp & 3;
   const int g = lane >> 2, t = lane & 3;
   const int rounds = KeyTiles(it.end - it.begin);
-  const int dense_rounds = max(0, min(it.context, it.end) - it.begin) / kTileKeys;  // rounds that need no mask
+  const int dense_rounds =
+      max(0, min(it.context, it.end) - it.begin) / kTileKeys;  // rounds that need no mask
   const int first_flat = it.tile * C::kTileRows + group * C::kGroupRows;
   const uint32_t full = base + C::kFullAt, empty = base + C::kEmptyAt;
-  const uint32_t scores_full = base + C::kScoresFullAt + group * 16, scores_empty = base + C::kScoresEmptyAt + group * 16;
+  const uint32_t scores_full = base + C::kScoresFullAt + group * 16,
+                 scores_empty = base + C::kScoresEmptyAt + group * 16;
 
-  // Loading. Eight lanes a row; a register holds the slots of the rows this warp loads in its next eight turns. Keys past
-  // the end repeat the last one (their scores are masked, and what they would add must be finite).
+  // Loading. Eight lanes a row; a register holds the slots of the rows this warp loads in its next eight
+  // turns. Keys past the end repeat the last one (their scores are masked, and what they would add must be
+  // finite).
   const int load_key = w * 4 + (lane >> 3), load_chunk = lane & 7;
   const uint32_t load_lane = base + C::kLatentAt + load_key * 1024 + ((load_chunk ^ (load_key & 7)) << 4);
   const uint32_t load_rope_lane = base + C::kRopeAt + load_key * 128 + ((load_chunk ^ (load_key & 7)) << 4);
@@ -204,7 +214,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
 #pragma unroll
       for (int c = 0; c < 4; ++c) o[m][n][c] = 0.0f;
   float reference = kNoReference, sum = 0.0f;  // of row 8 w + g
-  bool moved = false;                          // whether this lane's row moved its reference in the latest softmax
+  bool moved = false;  // whether this lane's row moved its reference in the latest softmax
   float factor;
 
   // Which of this lane's four keys of a round its row sees; all of them in all but the last rounds.
@@ -219,10 +229,11 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
     }
     return bits;
   };
-  // Softmax of a round, cut into steps that other work is put between. No branches: a row's reference and factor are always
-  // computed. Warps that own no rows go through the motions and store nothing.
-  const uint32_t score_lane = base + C::kScoresAt + group * 2 * C::kScores + (w % C::kOwners) * 512 + lane * 16;
-  auto mask_scores = [&](float (&x)[4], const float4& y, int bits) {
+  // Softmax of a round, cut into steps that other work is put between. No branches: a row's reference and
+  // factor are always computed. Warps that own no rows go through the motions and store nothing.
+  const uint32_t score_lane =
+      base + C::kScoresAt + group * 2 * C::kScores + (w % C::kOwners) * 512 + lane * 16;
+  auto mask_scores = [&](float(&x)[4], const float4& y, int bits) {
     x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = (bits >> i & 1) != 0 ? x[i] * p.scale_log2 : -INFINITY;
@@ -230,7 +241,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
   auto load_scores = [&](int buffer, int half) {
     return LoadShared4(score_lane + buffer * C::kScores + half * C::kScoreHalf);
   };
-  auto row_top = [&](const float (&x)[4]) {
+  auto row_top = [&](const float(&x)[4]) {
     const float top = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
     return fmaxf(top, __shfl_xor_sync(~0u, top, 1));
   };
@@ -242,7 +253,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
     reference = next;
     sum *= factor;
   };
-  auto store_probabilities = [&](int parity, const float (&x)[4]) {
+  auto store_probabilities = [&](int parity, const float(&x)[4]) {
     const uint32_t p0 = PackBf16(x[0], x[1]), p1 = PackBf16(x[2], x[3]);
     // The sum is of the rounded values, so that the weights of a row add up to one exactly.
     sum += (LowBf16(p0) + HighBf16(p0)) + (LowBf16(p1) + HighBf16(p1));
@@ -251,7 +262,8 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
           base + C::kProbsAt + (group * 2 + parity) * C::kProbs + (w >> 1) * 512 + lane * 16 + (w & 1) * 4;
       StoreShared(to, __uint_as_float(p0));
       StoreShared(to + 8, __uint_as_float(p1));
-      if (t == 0) StoreShared(base + C::kFactorsAt + (group * 2 + parity) * C::kFactors + (8 * w + g) * 4, factor);
+      if (t == 0)
+        StoreShared(base + C::kFactorsAt + (group * 2 + parity) * C::kFactors + (8 * w + g) * 4, factor);
     }
   };
   // When a reference moved, the outputs so far are brought to the new one.
@@ -275,7 +287,8 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
     uint32_t a[kMTiles][4], b[2][4];
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
-      const uint4 v = LoadShared4U(base + C::kProbsAt + (group * 2 + parity) * C::kProbs + m * 512 + lane * 16);
+      const uint4 v =
+          LoadShared4U(base + C::kProbsAt + (group * 2 + parity) * C::kProbs + m * 512 + lane * 16);
       a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
     }
     LoadMatrix4Transposed(b[0], from);
@@ -311,7 +324,8 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
     const bool any_moved = NamedBarrierOr(1 + group, 128, moved);
     const int fetch = round + C::kStages - 1;
     if (fetch < rounds && fetch % C::kGroups == group) {
-      // The first load into the last stage also replaces the queries' staging: they are in once a rope part is released.
+      // The first load into the last stage also replaces the queries' staging: they are in once a rope part
+      // is released.
       if (fetch >= C::kStages) BarrierWait(empty + 8 * (fetch % C::kStages), (fetch / C::kStages - 1) & 1);
       BarrierWait(base + C::kRopeEmptyAt + 8 * (fetch % C::kRopeStages), (fetch / C::kRopeStages - 1) & 1);
       load(fetch);
@@ -331,14 +345,19 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
           mask_scores(x, load_scores(next & 1, 1), bits);
           top = row_top(x);
           break;
-        case 3: top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)); break;
+        case 3:
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+          break;
         case 4:
           move_reference(top);
 #pragma unroll
           for (int i = 0; i < 4; ++i) x[i] = Exp2(x[i] - reference);
           break;
-        case 6: store_probabilities(parity ^ 1, x); break;
-        default: break;
+        case 6:
+          store_probabilities(parity ^ 1, x);
+          break;
+        default:
+          break;
       }
     });
     __syncwarp();
@@ -358,7 +377,8 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
   if (it.splits == 1) {
     const uint32_t inverses = base + C::kFactorsAt + group * 2 * C::kFactors;
     NamedBarrier(1 + group, 128);  // all warps have read the last factors
-    if (w < C::kOwners && t == 0) StoreShared(inverses + (8 * w + g) * 4, sum > 0.0f || sum != sum ? 1.0f / sum : 0.0f);
+    if (w < C::kOwners && t == 0)
+      StoreShared(inverses + (8 * w + g) * 4, sum > 0.0f || sum != sum ? 1.0f / sum : 0.0f);
     NamedBarrier(1 + group, 128);
 #pragma unroll
     for (int d = 0; d < C::kOwners; ++d) {
@@ -366,7 +386,8 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
       if (flat >= flat_rows) continue;
       const float inverse = LoadShared(inverses + (8 * d + g) * 4);
       const int row = RowOf(p, flat);
-      uint16_t* to = p.out + (it.row0 + row) * p.out_stride + (flat - row * p.heads) * kLatent + 128 * w + 2 * t;
+      uint16_t* to =
+          p.out + (it.row0 + row) * p.out_stride + (flat - row * p.heads) * kLatent + 128 * w + 2 * t;
 #pragma unroll
       for (int n = 0; n < 16; ++n) {
         *reinterpret_cast<uint32_t*>(to + 8 * n) =
@@ -377,7 +398,8 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
   }
   const int64_t item_row = static_cast<int64_t>(blockIdx.x) * C::kTileRows + group * C::kGroupRows;
   if (w < C::kOwners && t == 0) p.partial_ml[item_row + 8 * w + g] = make_float2(reference, sum);
-  uint4* to = p.partial + (static_cast<int64_t>(blockIdx.x) * C::kTileRows + (group * 4 + w) * 4 * kMTiles) * 64 + lane;
+  uint4* to = p.partial +
+              (static_cast<int64_t>(blockIdx.x) * C::kTileRows + (group * 4 + w) * 4 * kMTiles) * 64 + lane;
 #pragma unroll
   for (int d = 0; d < C::kOwners; ++d) {
     const int m = d >> 1, c = 2 * (d & 1);
@@ -394,7 +416,8 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
     for (int n4 = 0; n4 < 4; ++n4) {
       uint32_t v[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) v[k] = PackHalf(o[m][4 * n4 + k][c] * shrink, o[m][4 * n4 + k][c + 1] * shrink);
+      for (int k = 0; k < 4; ++k)
+        v[k] = PackHalf(o[m][4 * n4 + k][c] * shrink, o[m][4 * n4 + k][c + 1] * shrink);
       to[(d * 4 + n4) * 32] = make_uint4(v[0], v[1], v[2], v[3]);
     }
   }
@@ -402,7 +425,8 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
 
 // One item a block; blocks beyond the last item leave at once, so the grid need not depend on the lengths.
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) VerifyPartial(const __grid_constant__ VerifyParams p) {
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    VerifyPartial(const __grid_constant__ VerifyParams p) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t base = SharedAddress(smem);
   const int lane = threadIdx.x & 31;

@@ -1,10 +1,13 @@
-// Cuts the work of a launch into items, on the device, from the lengths alone: nothing is re-captured when they change.
+// Cuts the work of a launch into items, on the device, from the lengths alone: nothing is re-captured when
+// they change.
 //
-// A sequence with r rows has tiles = ceil(r * heads / tile_rows) query tiles and L = context + r keys. It gets
+// A sequence with r rows has tiles = ceil(r * heads / tile_rows) query tiles and L = context + r keys. It
+// gets
 //   splits = clamp(floor(slots * L / sum over sequences of tiles * L), 1, ceil(L / min_split_keys))
-// so that all items together fill the chip once (a lone sequence takes it whole) and the sum of tiles * splits never
-// exceeds slots + tiles, which is what the partial buffers are sized by. Items of one sequence are ordered split-major, so
-// the query tiles that read the same keys run next to each other and share them in L2.
+// so that all items together fill the chip once (a lone sequence takes it whole) and the sum of tiles *
+// splits never exceeds slots + tiles, which is what the partial buffers are sized by. Items of one sequence
+// are ordered split-major, so the query tiles that read the same keys run next to each other and share them
+// in L2.
 #pragma once
 
 #include "kernels/cuda/verify_attention/params.h"
@@ -16,7 +19,7 @@ struct Item {
   int first_item;   // the sequence's first item
   int tile, tiles;  // query tile within the sequence
   int splits;
-  int row0, rows;   // the sequence's rows
+  int row0, rows;  // the sequence's rows
   int context;
   int begin, end;  // keys of the split (by_tile false only)
 };

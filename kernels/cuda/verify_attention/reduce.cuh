@@ -1,7 +1,8 @@
 // Second kernel of verify_attention: merges the partial results of a query tile's splits by log-sum-exp.
 //   out = sum_i 2^(m_i - M) O_i / sum_i 2^(m_i - M) l_i,  M = max_i m_i
-// A block takes 8 rows x 32 columns of a tile (what one warp store of the partial kernel wrote); its warps share out the
-// splits. Launched as a programmatic dependent: it plans while the partial kernel's last blocks run.
+// A block takes 8 rows x 32 columns of a tile (what one warp store of the partial kernel wrote); its warps
+// share out the splits. Launched as a programmatic dependent: it plans while the partial kernel's last blocks
+// run.
 #pragma once
 
 #include "kernels/cuda/common/ptx.cuh"

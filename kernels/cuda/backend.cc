@@ -1,0 +1,143 @@
+// The CUDA backend: memory, copies, and the ops of ops.h on one stream.
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "kdt/kernels/cuda_backend.h"
+#include "kernels/cuda/check.h"
+#include "kernels/cuda/ops.h"
+
+namespace kdt::kernels {
+namespace {
+
+class CudaBackend final : public Backend {
+ public:
+  static absl::StatusOr<std::unique_ptr<Backend>> Make(const CudaBackendOptions& options) {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
+    if (options.device < 0 || options.device >= devices) {
+      return absl::NotFoundError(
+          absl::StrCat("cuda backend: no device ", options.device, ", there are ", devices));
+    }
+    KDT_CUDA_RETURN_IF_ERROR(cudaSetDevice(options.device));
+    cudaDeviceProp properties;
+    KDT_CUDA_RETURN_IF_ERROR(cudaGetDeviceProperties(&properties, options.device));
+    const int arch = properties.major * 10 + properties.minor;
+    if (arch != 90 && arch != 120) {
+      return absl::FailedPreconditionError(absl::StrCat("cuda backend: ", properties.name, " is sm_", arch,
+                                                        ", this build has code for sm_90 and sm_120"));
+    }
+    auto backend = std::make_unique<CudaBackend>();
+    backend->device_name_ = properties.name;
+    backend->launch_.processors = properties.multiProcessorCount;
+    backend->launch_.workspace_bytes = options.workspace_bytes / 256 * 256;
+    KDT_CUDA_RETURN_IF_ERROR(cudaStreamCreateWithFlags(&backend->launch_.stream, cudaStreamNonBlocking));
+    absl::StatusOr<void*> workspace = backend->Allocate(backend->launch_.workspace_bytes);
+    if (!workspace.ok()) return workspace.status();
+    backend->launch_.workspace = *workspace;
+    absl::StatusOr<void*> counters = backend->Allocate(cuda::kCounters * sizeof(unsigned));
+    if (!counters.ok()) return counters.status();
+    backend->launch_.counters = static_cast<unsigned*>(*counters);
+    return backend;
+  }
+
+  // Errors on the way down have no one to go to.
+  ~CudaBackend() override {
+    Free(launch_.counters);
+    Free(launch_.workspace);
+    if (launch_.stream != nullptr) (void)cudaStreamDestroy(launch_.stream);
+  }
+
+  std::string name() const override { return "cuda"; }
+  std::string device_name() const override { return device_name_; }
+  DType activation_dtype() const override { return DType::kBF16; }
+
+  absl::StatusOr<void*> Allocate(size_t bytes) override {
+    void* data = nullptr;
+    const size_t wanted = bytes == 0 ? 1 : bytes;
+    if (const cudaError_t error = cudaMalloc(&data, wanted); error != cudaSuccess) {
+      (void)cudaGetLastError();  // an allocation that failed leaves no lasting error
+      return absl::ResourceExhaustedError(
+          absl::StrCat("cuda backend: no memory for ", bytes, " bytes: ", cudaGetErrorString(error)));
+    }
+    if (absl::Status status = KDT_CUDA_STATUS(cudaMemsetAsync(data, 0, wanted, launch_.stream));
+        !status.ok()) {
+      Free(data);
+      return status;
+    }
+    return data;
+  }
+  void Free(void* data) override {
+    if (data != nullptr) (void)cudaFree(data);
+  }
+  absl::Status Upload(void* device, const void* host, size_t bytes) override {
+    if (bytes == 0) return absl::OkStatus();
+    return KDT_CUDA_STATUS(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, launch_.stream));
+  }
+  absl::Status Download(void* host, const void* device, size_t bytes) override {
+    if (bytes == 0) return absl::OkStatus();
+    KDT_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, launch_.stream));
+    return Synchronize();
+  }
+  absl::Status Synchronize() override { return KDT_CUDA_STATUS(cudaStreamSynchronize(launch_.stream)); }
+
+  absl::Status Embedding(const EmbeddingArgs& args) override {
+    return Do("embedding", cuda::Embedding, args);
+  }
+  absl::Status RmsNorm(const RmsNormArgs& args) override { return Do("rms_norm", cuda::RmsNorm, args); }
+  absl::Status Add(const AddArgs& args) override { return Do("add", cuda::Add, args); }
+  absl::Status Rope(const RopeArgs& args) override { return Do("rope", cuda::Rope, args); }
+  absl::Status Gemm(const GemmArgs& args) override { return Do("gemm", cuda::Gemm, args); }
+  absl::Status SiluMul(const SiluMulArgs& args) override { return Do("silu_mul", cuda::SiluMul, args); }
+  absl::Status AbsorbQuery(const AbsorbQueryArgs& args) override {
+    return Do("absorb_query", cuda::AbsorbQuery, args);
+  }
+  absl::Status AbsorbValue(const AbsorbValueArgs& args) override {
+    return Do("absorb_value", cuda::AbsorbValue, args);
+  }
+  absl::Status KvWrite(const KvWriteArgs& args) override { return Do("kv_write", cuda::KvWrite, args); }
+  absl::Status KvMove(const KvMoveArgs& args) override { return Do("kv_move", cuda::KvMove, args); }
+  absl::Status VerifyAttention(const VerifyAttentionArgs& args) override {
+    return Do("verify_attention", cuda::VerifyAttention, args);
+  }
+  absl::Status DraftAttention(const DraftAttentionArgs& args) override {
+    return Do("draft_attention", cuda::DraftAttention, args);
+  }
+  absl::Status Router(const RouterArgs& args) override { return Do("router", cuda::Router, args); }
+  absl::Status Moe(const MoeArgs& args) override { return Do("moe", cuda::Moe, args); }
+  absl::Status LogitsTopK(const LogitsTopKArgs& args) override {
+    return Do("logits_top_k", cuda::LogitsTopK, args);
+  }
+  absl::Status GumbelArgmax(const GumbelArgmaxArgs& args) override {
+    return Do("gumbel_argmax", cuda::GumbelArgmax, args);
+  }
+  absl::Status TreeWalk(const TreeWalkArgs& args) override { return Do("tree_walk", cuda::TreeWalk, args); }
+
+ private:
+  template <typename Args>
+  absl::Status Do(const char* op, cudaError_t (*run)(const cuda::Launch&, const Args&), const Args& args) {
+    const cudaError_t error = run(launch_, args);
+    if (error == cudaSuccess) return absl::OkStatus();
+    if (error == cudaErrorInvalidValue) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("cuda backend: ", op, " does not take these shapes or types, or the workspace of ",
+                       launch_.workspace_bytes, " bytes is too small for them"));
+    }
+    return absl::InternalError(absl::StrCat("cuda backend: ", op, ": ", cudaGetErrorName(error), " (",
+                                            cudaGetErrorString(error), ")"));
+  }
+
+  cuda::Launch launch_{};
+  std::string device_name_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const CudaBackendOptions& options) {
+  return CudaBackend::Make(options);
+}
+
+}  // namespace kdt::kernels
