@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "common/address.h"
 #include "common/log.h"
 #include "common/status.h"
 
@@ -30,23 +31,27 @@ constexpr std::chrono::seconds kMaxBackoff{30};
 
 GroupSupervisor::~GroupSupervisor() {
   EndAll(milliseconds(0));
-  if (!socket_dir_.empty()) RemoveTree(socket_dir_);
+  if (!own_dir_.empty()) RemoveTree(own_dir_);
 }
 
 std::string GroupSupervisor::WorkerAddress(int rank) const {
+  if (!options_.worker_host.empty()) {
+    return Address{options_.worker_host, options_.worker_port + rank - options_.first_rank, ""}.ToString();
+  }
   return absl::StrCat("unix:", socket_dir_, "/rank", rank, ".sock");
 }
 
 absl::Status GroupSupervisor::StartWorkers() {
   workers_.clear();
-  for (int rank = 0; rank < options_.tp; ++rank) {
+  for (int i = 0; i < options_.ranks; ++i) {
+    const int rank = options_.first_rank + i;
     ChildProcess::Options process;
     process.name = absl::StrCat("worker ", rank);
     process.argv = {absl::StrCat(options_.bin_dir, "/kdt-worker"), absl::StrCat("--rank=", rank),
                     absl::StrCat("--tp=", options_.tp), absl::StrCat("--listen=", WorkerAddress(rank)),
                     "--die_with_parent"};
     if (options_.metrics_port >= 0) {
-      const int port = options_.metrics_port == 0 ? 0 : options_.metrics_port + 1 + rank;
+      const int port = options_.metrics_port == 0 ? 0 : options_.metrics_port + 1 + i;
       process.argv.push_back(absl::StrCat("--metrics_port=", port));
     }
     process.argv.insert(process.argv.end(), options_.worker_args.begin(), options_.worker_args.end());
@@ -77,9 +82,16 @@ absl::Status GroupSupervisor::StartCoordinator() {
 }
 
 absl::Status GroupSupervisor::Start() {
-  KDT_ASSIGN_OR_RETURN(socket_dir_, MakeTempDir("kdt-group-"));
+  socket_dir_ = options_.socket_dir;
+  if (socket_dir_.empty() && options_.worker_host.empty()) {
+    KDT_ASSIGN_OR_RETURN(own_dir_, MakeTempDir("kdt-group-"));
+    socket_dir_ = own_dir_;
+  }
   KDT_RETURN_IF_ERROR(StartWorkers());
-  return StartCoordinator();
+  if (options_.role == Role::kAll) return StartCoordinator();
+  std::printf("kdt workers started\n");
+  std::fflush(stdout);
+  return absl::OkStatus();
 }
 
 void GroupSupervisor::ReadCoordinatorOutput() {
@@ -117,7 +129,8 @@ bool GroupSupervisor::HandleLoss(const ChildProcess& lost) {
   losses_.push_back(now);
   std::erase_if(losses_, [&](Clock::time_point at) { return now - at > kRestartWindow; });
 
-  const bool can_restart = options_.on_loss == OnLoss::kRestart && is_worker && !coordinator_->Ended();
+  const bool coordinator_lost = coordinator_.has_value() && coordinator_->Ended();
+  const bool can_restart = options_.on_loss == OnLoss::kRestart && is_worker && !coordinator_lost;
   if (!can_restart || static_cast<int>(losses_.size()) > options_.max_restarts) {
     spdlog::error("{}; ending the group", reason);
     if (first_loss_ != reason) spdlog::error("the first loss was: {}", first_loss_);
@@ -126,20 +139,51 @@ bool GroupSupervisor::HandleLoss(const ChildProcess& lost) {
   // All ranks together: the survivors hold collectives with the lost one.
   const auto backoff = std::min<std::chrono::seconds>(
       std::chrono::seconds(1 << std::min<size_t>(losses_.size() - 1, 5)), kMaxBackoff);
-  spdlog::error("{}; restarting all {} workers in {} s", reason, options_.tp, backoff.count());
+  spdlog::error("{}; restarting all {} workers in {} s", reason, options_.ranks, backoff.count());
+  if (first_loss_ != reason) spdlog::error("the first loss was: {}", first_loss_);
   for (ChildProcess& worker : workers_) worker.Signal(SIGKILL);
   for (ChildProcess& worker : workers_) worker.WaitEnded(5000);
-  std::this_thread::sleep_for(backoff);
+  workers_.clear();
+  restart_at_ = now + backoff;
+  return true;
+}
+
+bool GroupSupervisor::RestartIfDue() {
+  if (!restart_at_.has_value() || Clock::now() < *restart_at_) return true;
+  restart_at_.reset();
   const absl::Status started = StartWorkers();
   if (!started.ok()) spdlog::error("{}; ending the group", started.message());
   return started.ok();
 }
 
+int GroupSupervisor::PollTimeoutMs() const {
+  // The time limit only guards against a lost wake-up; nothing is polled for.
+  constexpr milliseconds kLongest{1000};
+  if (!restart_at_.has_value()) return static_cast<int>(kLongest.count());
+  const auto left = std::chrono::ceil<milliseconds>(*restart_at_ - Clock::now());
+  return static_cast<int>(std::clamp(left, milliseconds(0), kLongest).count());
+}
+
+void GroupSupervisor::AwaitWorkers() {
+  const auto deadline = Clock::now() + std::chrono::seconds(options_.drain_timeout_s);
+  for (ChildProcess& worker : workers_) {
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now()).count();
+    if (!worker.WaitEnded(static_cast<int>(std::max<int64_t>(left, 0)))) {
+      spdlog::warn("{} was not ended by its coordinator in time", worker.name());
+      return;
+    }
+  }
+}
+
 int GroupSupervisor::Drain() {
   spdlog::info("draining: no new requests, running ones get up to {} s", options_.drain_timeout_s);
-  coordinator_->Signal(SIGTERM);
-  const bool clean = coordinator_->WaitEnded(options_.drain_timeout_s * 1000 + 5000);
-  if (!clean) spdlog::warn("the coordinator did not end in time and is killed");
+  if (coordinator_.has_value()) {
+    coordinator_->Signal(SIGTERM);
+    const bool clean = coordinator_->WaitEnded(options_.drain_timeout_s * 1000 + 5000);
+    if (!clean) spdlog::warn("the coordinator did not end in time and is killed");
+  } else {
+    AwaitWorkers();
+  }
   EndAll(kEndGrace);
   spdlog::info("stopped");
   return 0;
@@ -179,9 +223,9 @@ int GroupSupervisor::Run() {
   }
   int result = -1;
   while (result < 0) {
-    pollfd fds[2] = {{signal_fd, POLLIN, 0}, {coordinator_->stdout_fd(), POLLIN, 0}};
-    // The time limit only guards against a lost wake-up; nothing is polled for.
-    poll(fds, coordinator_->Ended() ? 1 : 2, 1000);
+    const bool reads = coordinator_.has_value() && !coordinator_->Ended();
+    pollfd fds[2] = {{signal_fd, POLLIN, 0}, {reads ? coordinator_->stdout_fd() : -1, POLLIN, 0}};
+    poll(fds, 2, PollTimeoutMs());
     if ((fds[1].revents & POLLIN) != 0) ReadCoordinatorOutput();
     signalfd_siginfo info;
     bool stop = false;
@@ -191,6 +235,9 @@ int GroupSupervisor::Run() {
     if (stop) {
       result = Drain();
     } else if (const ChildProcess* lost = FirstEnded(); lost != nullptr && !HandleLoss(*lost)) {
+      EndAll(kEndGrace);
+      result = 1;
+    } else if (!RestartIfDue()) {
       EndAll(kEndGrace);
       result = 1;
     }

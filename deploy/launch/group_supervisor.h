@@ -1,4 +1,6 @@
-// Starts and watches one local group: tp worker processes and their coordinator, talking over unix sockets.
+// Starts and watches the processes of one group on this host: tp worker processes and their coordinator,
+// talking over unix sockets; or the workers alone, whose coordinator runs elsewhere (another container,
+// another host).
 #pragma once
 
 #include <chrono>
@@ -11,12 +13,19 @@
 
 namespace kdt {
 
+enum class Role { kAll, kWorkers };
 enum class OnLoss { kExit, kRestart };
 
 struct GroupOptions {
   std::string bin_dir;  // where kdt-worker and kdt-coordinator lie
+  Role role = Role::kAll;
   int tp = 1;
-  int metrics_port = -1;  // coordinator P, rank r P + 1 + r; 0: each takes a free port; -1: none
+  int first_rank = 0;  // ranks first_rank .. first_rank + ranks - 1 run here; all of them with Role::kAll
+  int ranks = 1;
+  std::string socket_dir;   // of rankR.sock; empty: a new one that is removed at the end
+  std::string worker_host;  // not empty: workers listen on TCP, local rank i on worker_port + i
+  int worker_port = 0;
+  int metrics_port = -1;  // coordinator P, local rank i P + 1 + i; 0: each takes a free port; -1: none
   int drain_timeout_s = 30;
   OnLoss on_loss = OnLoss::kExit;
   int max_restarts = 5;                  // losses in ten minutes after which the launcher gives up
@@ -33,7 +42,8 @@ class GroupSupervisor {
 
   // Blocks until SIGTERM or SIGINT (drains, returns 0) or a loss that ends the group (returns 1 after logging
   // which process ended and how). Prints "kdt ready listen=HOST:PORT" on standard output once the group
-  // serves. Call it before any thread is started: it blocks SIGTERM, SIGINT and SIGCHLD for the process.
+  // serves, or "kdt workers started" when there is no coordinator here to tell. Call it before any thread is
+  // started: it blocks SIGTERM, SIGINT and SIGCHLD for the process.
   int Run();
 
  private:
@@ -44,19 +54,25 @@ class GroupSupervisor {
   // The process whose end came first, as far as that can be told: a worker before the coordinator (which
   // exits when it loses a rank), one killed by a signal before one that exited.
   ChildProcess* FirstEnded();
-  // True when the group goes on (its workers are being restarted).
+  // True when the group goes on (its workers are to be started again at restart_at_).
   bool HandleLoss(const ChildProcess& lost);
+  bool RestartIfDue();  // false: it was due and failed
+  int PollTimeoutMs() const;
   int Drain();
+  // Lets the coordinator, wherever it runs, end the workers once its requests are done.
+  void AwaitWorkers();
   void EndAll(std::chrono::milliseconds grace);
   std::string WorkerAddress(int rank) const;
 
   GroupOptions options_;
   std::string socket_dir_;
+  std::string own_dir_;  // socket_dir_ when it was made here
   std::vector<ChildProcess> workers_;
   std::optional<ChildProcess> coordinator_;
   std::string coordinator_output_;
   std::string first_loss_;  // reason of the first loss, kept through restarts
   std::vector<std::chrono::steady_clock::time_point> losses_;
+  std::optional<std::chrono::steady_clock::time_point> restart_at_;  // set while no worker runs
 };
 
 }  // namespace kdt

@@ -10,6 +10,7 @@
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
+#include "common/address.h"
 #include "common/log.h"
 #include "common/process.h"
 #include "deploy/launch/group_supervisor.h"
@@ -18,12 +19,22 @@ ABSL_FLAG(std::string, model, "", "folder of the target checkpoint");
 ABSL_FLAG(std::string, drafter, "", "folder of the DFlash drafter; empty: no speculation");
 ABSL_FLAG(int64_t, draft_window, 0, "context positions the drafter sees, counted from the end; 0: all");
 ABSL_FLAG(double, draft_rope_factor, 0, "drafter's rope attention factor; 0: what its config says");
+ABSL_FLAG(std::string, role, "all",
+          "all: workers and coordinator; workers: the workers alone, for a coordinator that runs elsewhere");
 ABSL_FLAG(int, tp, 8, "tensor-parallel size: worker processes");
+ABSL_FLAG(std::string, socket_dir, "",
+          "with --role=workers: folder in which rank r listens as rank<r>.sock, shared with the coordinator");
+ABSL_FLAG(
+    std::string, worker_listen, "",
+    "with --role=workers: HOST:PORT of this host's first rank instead of sockets, the next takes PORT + 1");
+ABSL_FLAG(int, ranks_per_node, 0, "with --role=workers: ranks that run on this host; 0: all");
+ABSL_FLAG(int, node_index, 0, "with --role=workers: this host's place in the group; it decides its ranks");
 ABSL_FLAG(std::string, backend, "cpu", "worker backend");
 ABSL_FLAG(std::string, listen, "127.0.0.1:50051", "HOST:PORT of the public API; port 0 takes a free one");
 ABSL_FLAG(
     int, metrics_port, -1,
     "Prometheus port of the coordinator, rank r has the port P + 1 + r; 0: each takes a free one; -1: none");
+ABSL_FLAG(std::string, metrics_host, "", "address of the Prometheus ports; empty: the programs' default");
 ABSL_FLAG(int, threads, 0,
           "compute threads a worker (CPU); 0: the machine's cores shared out over the ranks");
 ABSL_FLAG(std::string, kv_dtype, "", "f32 or bf16; empty: the backend's default");
@@ -47,6 +58,53 @@ ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
 
 namespace {
 
+// Fills in which ranks run here and where they listen.
+absl::Status ReadPlacement(kdt::GroupOptions* options) {
+  const std::string role = absl::GetFlag(FLAGS_role);
+  if (role != "all" && role != "workers") {
+    return absl::InvalidArgumentError(absl::StrCat("--role: \"", role, "\" is neither all nor workers"));
+  }
+  options->role = role == "all" ? kdt::Role::kAll : kdt::Role::kWorkers;
+  options->socket_dir = absl::GetFlag(FLAGS_socket_dir);
+  const std::string listen = absl::GetFlag(FLAGS_worker_listen);
+  const int per_node = absl::GetFlag(FLAGS_ranks_per_node);
+  const int node = absl::GetFlag(FLAGS_node_index);
+  if (options->role == kdt::Role::kAll) {
+    if (!options->socket_dir.empty() || !listen.empty() || per_node != 0 || node != 0) {
+      return absl::InvalidArgumentError(
+          "--socket_dir, --worker_listen, --ranks_per_node and --node_index need --role=workers");
+    }
+    options->ranks = options->tp;
+    return absl::OkStatus();
+  }
+  if (options->socket_dir.empty() == listen.empty()) {
+    return absl::InvalidArgumentError("--role=workers needs one of --socket_dir and --worker_listen");
+  }
+  if (!options->socket_dir.empty() && !std::filesystem::is_directory(options->socket_dir)) {
+    return absl::InvalidArgumentError(absl::StrCat("--socket_dir: no folder ", options->socket_dir));
+  }
+  options->ranks = per_node == 0 ? options->tp : per_node;
+  if (options->ranks < 1 || options->tp % options->ranks != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--ranks_per_node: ", per_node, " does not divide --tp ", options->tp));
+  }
+  if (node < 0 || node >= options->tp / options->ranks) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--node_index: ", node, " is not in 0..", options->tp / options->ranks - 1));
+  }
+  options->first_rank = node * options->ranks;
+  if (listen.empty()) return absl::OkStatus();
+  const absl::StatusOr<kdt::Address> address = kdt::ParseAddress(listen, "--worker_listen");
+  if (!address.ok()) return address.status();
+  if (address->is_unix() || address->port == 0 || address->port + options->ranks > 65536) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--worker_listen: ", listen, " is not HOST:PORT with a port for every rank"));
+  }
+  options->worker_host = address->host;
+  options->worker_port = address->port;
+  return absl::OkStatus();
+}
+
 // Appends --name=value unless the value is the "not set" one, so that each default is told in one place only.
 template <typename T>
 void PassOn(std::vector<std::string>& args, const char* name, const T& value, const T& unset) {
@@ -63,9 +121,14 @@ int Fail(const std::string& message) {
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
       "starts a coordinator and its tensor-parallel workers on this host.\n"
-      "kdt-launch --model DIR [--drafter DIR] [--tp N] [--backend cpu|cuda] [--listen HOST:PORT]");
+      "kdt-launch --model DIR [--drafter DIR] [--tp N] [--backend cpu|cuda] [--listen HOST:PORT]\n"
+      "kdt-launch --role=workers --socket_dir DIR --model DIR [--tp N] [-- FLAGS OF EVERY WORKER]");
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
-  if (rest.size() > 1) return Fail(absl::StrCat("unexpected argument \"", rest[1], "\""));
+  const bool has_worker_flags =
+      rest.size() > 1 && absl::GetFlag(FLAGS_role) == "workers" && rest[1][0] == '-';
+  if (rest.size() > 1 && !has_worker_flags) {
+    return Fail(absl::StrCat("unexpected argument \"", rest[1], "\""));
+  }
   const std::string log_level = absl::GetFlag(FLAGS_log_level);
   if (const absl::Status status = kdt::InitLogging("launch", log_level); !status.ok()) {
     return Fail(std::string(status.message()));
@@ -86,6 +149,9 @@ int main(int argc, char** argv) {
     return Fail(absl::StrCat("--drafter: no folder ", drafter));
   }
   if (options.tp < 1 || options.tp > 64) return Fail(absl::StrCat("--tp: ", options.tp, " is not in 1..64"));
+  if (const absl::Status status = ReadPlacement(&options); !status.ok()) {
+    return Fail(std::string(status.message()));
+  }
   if (options.metrics_port < -1 || options.metrics_port + options.tp > 65535) {
     return Fail(absl::StrCat("--metrics_port: ", options.metrics_port, " leaves no port for every rank"));
   }
@@ -100,7 +166,8 @@ int main(int argc, char** argv) {
 
   int threads = absl::GetFlag(FLAGS_threads);
   if (threads < 0 || threads > 1024) return Fail(absl::StrCat("--threads: ", threads, " is not in 0..1024"));
-  if (threads == 0) threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / options.tp);
+  if (threads == 0)
+    threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / options.ranks);
 
   options.worker_args = {absl::StrCat("--model=", model),
                          absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend)),
@@ -113,6 +180,8 @@ int main(int argc, char** argv) {
   PassOn<int64_t>(options.worker_args, "kv_slots", absl::GetFlag(FLAGS_kv_slots), 0);
   PassOn<int64_t>(options.worker_args, "max_context", absl::GetFlag(FLAGS_max_context), 0);
   PassOn<int>(options.worker_args, "max_rows", absl::GetFlag(FLAGS_max_rows), 0);
+  PassOn<std::string>(options.worker_args, "metrics_host", absl::GetFlag(FLAGS_metrics_host), "");
+  options.worker_args.insert(options.worker_args.end(), rest.begin() + 1, rest.end());
 
   options.coordinator_args = {absl::StrCat("--model=", model),
                               absl::StrCat("--listen=", absl::GetFlag(FLAGS_listen)),

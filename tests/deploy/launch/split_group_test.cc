@@ -1,0 +1,220 @@
+// Workers and coordinator started apart, as the two containers of a pod are: kdt-launch --role=workers and
+// kdt-coordinator share nothing but a folder of sockets.
+#include <grpcpp/grpcpp.h>
+#include <signal.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "common/process.h"
+#include "kdt/v1/generation.grpc.pb.h"
+#include "tests/support/catch.h"
+#include "tests/support/cluster.h"
+
+namespace kdt::testing {
+namespace {
+
+constexpr int kTp = 4;
+constexpr int kStartMs = 60000;
+constexpr int kStopMs = 30000;
+
+struct Pod {
+  Pod() {
+    auto made = MakeTempDir("kdt-test-");
+    REQUIRE(made.ok());
+    dir = *made;
+  }
+  ~Pod() {
+    coordinator.reset();
+    if (workers.has_value() && !workers->Ended()) {
+      workers->Signal(SIGKILL);
+      workers->WaitEnded(kStopMs);
+    }
+    RemoveTree(dir);
+  }
+
+  ChildProcess Start(const std::string& program, std::vector<std::string> flags) {
+    ChildProcess::Options process;
+    process.name = program;
+    process.argv = {std::string(KDT_BIN_DIR) + "/" + program, "--model=" + GoldenModel()};
+    process.argv.insert(process.argv.end(), flags.begin(), flags.end());
+    process.capture_stdout = true;
+    process.stderr_path = dir + "/log";
+    auto started = ChildProcess::Start(process);
+    REQUIRE(started.ok());
+    return *std::move(started);
+  }
+  void StartWorkers() {
+    workers.emplace(Start("kdt-launch", {"--role=workers", "--tp=4", "--threads=1", "--socket_dir=" + dir,
+                                         "--on_loss=restart", "--", "--max_tree_nodes=64"}));
+    REQUIRE(workers->WaitForLine("kdt workers started", kStartMs).ok());
+  }
+  void StartCoordinator() {
+    std::string addresses;
+    for (int rank = 0; rank < kTp; ++rank) {
+      addresses += (rank == 0 ? "unix:" : ",unix:") + dir + "/rank" + std::to_string(rank) + ".sock";
+    }
+    coordinator.emplace(Start("kdt-coordinator",
+                              {"--workers=" + addresses, "--listen=127.0.0.1:0", "--on_group_loss=rejoin"}));
+    const std::string prefix = "kdt-coordinator ready listen=";
+    const auto line = coordinator->WaitForLine(prefix, kStartMs);
+    INFO(Log());
+    REQUIRE(line.ok());
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    stub = v1::Generation::NewStub(grpc::CreateCustomChannel(line->substr(prefix.size()),
+                                                             grpc::InsecureChannelCredentials(), arguments));
+  }
+  std::string Log() const {
+    std::ifstream file(dir + "/log");
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  }
+  pid_t AnyWorker() const {
+    std::ifstream file("/proc/" + std::to_string(workers->pid()) + "/task/" + std::to_string(workers->pid()) +
+                       "/children");
+    pid_t pid = -1;
+    file >> pid;
+    return pid;
+  }
+
+  std::string dir;
+  std::optional<ChildProcess> workers;
+  std::optional<ChildProcess> coordinator;
+  std::unique_ptr<v1::Generation::Stub> stub;
+};
+
+v1::GenerateRequest Request(uint32_t tokens) {
+  v1::GenerateRequest request;
+  for (const uint32_t id : {703, 80, 91, 337, 269}) request.mutable_token_ids()->add_ids(id);
+  request.mutable_stop()->set_max_tokens(tokens);
+  request.mutable_stop()->set_ignore_eos(true);
+  request.mutable_sampling()->set_temperature(0);
+  return request;
+}
+
+// A request read in the background; `started` once its first answer came.
+struct Running {
+  Running(v1::Generation::Stub& stub, uint32_t tokens) {
+    thread = std::thread([this, &stub, tokens] {
+      grpc::ClientContext context;
+      auto reader = stub.Generate(&context, Request(tokens));
+      v1::GenerateResponse response;
+      while (reader->Read(&response)) {
+        for (const uint32_t id : response.chunk().token_ids()) generated.push_back(id);
+        started = true;
+      }
+      status = reader->Finish();
+    });
+    for (int i = 0; i < 4000 && !started; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    REQUIRE(started);
+  }
+  ~Running() {
+    if (thread.joinable()) thread.join();
+  }
+  std::atomic<bool> started{false};
+  std::vector<uint32_t> generated;
+  grpc::Status status;
+  std::thread thread;
+};
+
+}  // namespace
+
+TEST_CASE("a dead rank restarts all ranks together, and the stream goes on without a repeated token") {
+  Pod pod;
+  pod.StartWorkers();
+  pod.StartCoordinator();
+  std::vector<Sample> undisturbed;
+  REQUIRE(Generate(*pod.stub, Request(400), &undisturbed).ok());
+
+  Running running(*pod.stub, 400);
+  const pid_t victim = pod.AnyWorker();
+  REQUIRE(victim > 0);
+  REQUIRE(kill(victim, SIGKILL) == 0);
+  running.thread.join();
+  INFO(pod.Log());
+  CHECK(running.status.ok());
+  CHECK(running.generated == undisturbed[0].tokens);
+  CHECK(pod.Log().find("(pid " + std::to_string(victim) + ") was killed by signal 9") != std::string::npos);
+  CHECK(pod.Log().find("restarting all 4 workers in 1 s") != std::string::npos);
+}
+
+TEST_CASE("the workers outlive their coordinator, and a new one joins them without a reload") {
+  Pod pod;
+  pod.StartWorkers();
+  pod.StartCoordinator();
+  const pid_t worker = pod.AnyWorker();
+  pod.coordinator->Signal(SIGKILL);
+  REQUIRE(pod.coordinator->WaitEnded(kStopMs));
+  pod.StartCoordinator();
+  std::vector<Sample> samples;
+  CHECK(Generate(*pod.stub, Request(5), &samples).ok());
+  CHECK(pod.AnyWorker() == worker);
+}
+
+TEST_CASE("stopped at the same moment, the workers wait until the coordinator's requests are done") {
+  Pod pod;
+  pod.StartWorkers();
+  pod.StartCoordinator();
+  Running running(*pod.stub, 300);
+  pod.workers->Signal(SIGTERM);
+  pod.coordinator->Signal(SIGTERM);
+  running.thread.join();
+  INFO(pod.Log());
+  CHECK(running.status.ok());
+  CHECK(running.generated.size() == 300);
+  CHECK(pod.coordinator->WaitEnded(kStopMs));
+  CHECK(pod.coordinator->exit_status() == 0);
+  CHECK(pod.workers->WaitEnded(kStopMs));
+  CHECK(pod.workers->exit_status() == 0);
+}
+
+TEST_CASE("a stop does not wait for a restart's backoff") {
+  Pod pod;
+  ChildProcess::Options process;
+  process.name = "kdt-launch";
+  const std::string bin = KDT_BIN_DIR;
+  // No checkpoint there: each start fails and is repeated with a growing backoff until the launcher gives up.
+  process.argv = {bin + "/kdt-launch",       "--model=" + pod.dir, "--role=workers",    "--tp=1",
+                  "--socket_dir=" + pod.dir, "--on_loss=restart",  "--max_restarts=100"};
+  process.stderr_path = pod.dir + "/log";
+  auto launcher = ChildProcess::Start(process);
+  REQUIRE(launcher.ok());
+  for (int i = 0; i < 4000 && pod.Log().find("workers in 4 s") == std::string::npos; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  CHECK(pod.Log().find("workers in 4 s") != std::string::npos);
+  CHECK(pod.Log().find("the first loss was: worker 0") != std::string::npos);
+  launcher->Signal(SIGTERM);
+  CHECK(launcher->WaitEnded(kStopMs));
+  CHECK(launcher->exit_status() == 0);
+  CHECK(pod.Log().find("workers in 8 s") == std::string::npos);
+}
+
+TEST_CASE("contradictory flags are refused") {
+  const std::string bin = KDT_BIN_DIR;
+  for (const std::vector<std::string>& flags : std::vector<std::vector<std::string>>{
+           {"--role=worker"},
+           {"--role=workers"},
+           {"--socket_dir=/tmp"},
+           {"--role=workers", "--socket_dir=/tmp", "--worker_listen=127.0.0.1:7000"},
+           {"--role=workers", "--socket_dir=/no/such/folder"},
+           {"--role=workers", "--worker_listen=127.0.0.1:0"},
+           {"--role=workers", "--worker_listen=127.0.0.1:65530"},
+           {"--role=workers", "--worker_listen=127.0.0.1:7000", "--ranks_per_node=3"},
+           {"--role=workers", "--worker_listen=127.0.0.1:7000", "--ranks_per_node=4", "--node_index=2"}}) {
+    ChildProcess::Options process;
+    process.name = "kdt-launch";
+    process.argv = {bin + "/kdt-launch", "--model=" + GoldenModel(), "--tp=8"};
+    process.argv.insert(process.argv.end(), flags.begin(), flags.end());
+    process.discard_stderr = true;
+    auto launcher = ChildProcess::Start(process);
+    REQUIRE(launcher.ok());
+    INFO(flags.back());
+    CHECK(launcher->WaitEnded(kStopMs));
+    CHECK(launcher->exit_status() == 2);
+  }
+}
+
+}  // namespace kdt::testing
