@@ -119,9 +119,10 @@ HWY_INLINE void DotTile(const float* x, size_t x_stride, const uint16_t* w, size
   }
 }
 
+// Not inlined: the tiles are large, and a call is nothing beside one.
 template <size_t R>
-HWY_INLINE void DotRows(const float* x, size_t x_stride, const uint16_t* w, size_t w_stride, size_t inputs,
-                        size_t outs, float* y, size_t y_stride, bool accumulate, const uint16_t* ahead) {
+HWY_NOINLINE void DotRows(const float* x, size_t x_stride, const uint16_t* w, size_t w_stride, size_t inputs,
+                          size_t outs, float* y, size_t y_stride, bool accumulate, const uint16_t* ahead) {
   if (outs == kTileOuts) {
     // One row needs many outputs to keep the multipliers busy; several rows need registers for their own
     // inputs.

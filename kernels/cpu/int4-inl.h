@@ -219,9 +219,10 @@ HWY_INLINE void Int4ShortTile(const float* const* x, const uint32_t* w, const ui
   }
 }
 
+// Not inlined: the tiles are large, and a call is nothing beside one.
 template <size_t R>
-HWY_INLINE void Int4Rows(const float* const* x, const uint32_t* w, const uint16_t* scales, size_t inputs,
-                         float* out, size_t out_stride, const uint32_t* ahead) {
+HWY_NOINLINE void Int4Rows(const float* const* x, const uint32_t* w, const uint16_t* scales, size_t inputs,
+                           float* out, size_t out_stride, const uint32_t* ahead) {
   if (IsShortInt4(inputs)) {
     if (inputs * kInt4Outs == 2 * kInt4Block) return Int4ShortTile<R, 2>(x, w, scales, out, out_stride);
     if (inputs * kInt4Outs == 4 * kInt4Block) return Int4ShortTile<R, 4>(x, w, scales, out, out_stride);
