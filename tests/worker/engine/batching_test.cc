@@ -1,4 +1,5 @@
 // A row depends on its own sequence only: chunk sizes, company in the step and shared prefixes change no bit.
+#include <cmath>
 #include <random>
 
 #include "tests/support/catch.h"
@@ -77,8 +78,10 @@ Seen RunAlone(EngineGroup& group, const std::vector<int32_t>& prompt, uint64_t s
 
 TEST_CASE("chunk sizes and company change no bit") {
   const int tp = GENERATE(1, 2);
-  CAPTURE(tp);
-  auto started = EngineGroup::Start(GoldenOptions(true), tp);
+  EngineOptions options = GoldenOptions(true);
+  options.kv_dtype = GENERATE(kernels::DType::kF32, kernels::DType::kBF16);
+  CAPTURE(tp, options.kv_dtype == kernels::DType::kBF16);
+  auto started = EngineGroup::Start(options, tp);
   REQUIRE(started.ok());
   EngineGroup& group = **started;
   std::mt19937 random(3);
@@ -167,6 +170,38 @@ TEST_CASE("a forked sequence goes on as if it had computed the prefix itself, dr
     forked.Take(response->results(0));
   }
   CHECK(forked.generated == alone.generated);
+}
+
+TEST_CASE("bf16 KV rows cost half the memory and little accuracy") {
+  const std::vector<int32_t> prompt = {703, 80, 91, 337, 269, 12, 500, 44};
+  std::vector<v1::SequenceResult> results;
+  std::vector<uint64_t> slots;
+  for (const auto dtype : {kernels::DType::kF32, kernels::DType::kBF16}) {
+    EngineOptions options = GoldenOptions(true);
+    options.kv_dtype = dtype;
+    options.kv_slots = 0;
+    options.kv_bytes = 8 << 20;
+    auto group = EngineGroup::Start(options, 1);
+    REQUIRE(group.ok());
+    v1::DescribeResponse description;
+    (*group)->engine(0).Describe(&description);
+    slots.push_back(description.kv_slots_total());
+    CHECK(description.kv_dtype() == (dtype == kernels::DType::kF32 ? "f32" : "bf16"));
+    v1::StepRequest request;
+    AddCreate(&request, 1, Sampling(8, 1));
+    v1::PrefillChunk* chunk = AddChunk(&request, 1, 0, prompt);
+    chunk->set_sample(true);
+    chunk->set_prompt_logprobs(1);
+    const auto response = (*group)->Step(request);
+    REQUIRE(response.ok());
+    results.push_back(response->results(0));
+  }
+  CHECK(slots[1] >= 2 * slots[0]);
+  REQUIRE(results[0].prompt_logprobs_size() == results[1].prompt_logprobs_size());
+  for (int i = 0; i < results[0].prompt_logprobs_size(); ++i) {
+    CHECK(std::abs(results[0].prompt_logprobs(i).token().logprob() -
+                   results[1].prompt_logprobs(i).token().logprob()) < 0.1);
+  }
 }
 
 TEST_CASE("a freed sequence's slots come back") {
