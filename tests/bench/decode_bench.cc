@@ -29,6 +29,8 @@ ABSL_FLAG(std::string, drafter, "", "drafter's folder; empty: none");
 ABSL_FLAG(int, threads, 1, "compute threads");
 ABSL_FLAG(int, prompt, 64, "tokens of context before the first decoded token");
 ABSL_FLAG(int, tokens, 256, "tokens to decode");
+ABSL_FLAG(double, temperature, 0, "of sampling; 0: greedy");
+ABSL_FLAG(double, top_p, 1, "of sampling");
 ABSL_FLAG(int, repeats, 5, "runs of either measurement; the median counts");
 
 namespace kdt {
@@ -91,7 +93,8 @@ v1::StepRequest PrefillStep(const ModelConfig& config, int prompt) {
   request.set_step(1);
   v1::CreateSequence* create = request.add_ops()->mutable_create();
   create->set_sequence_id(1);
-  create->mutable_sampling()->set_top_p(1);
+  create->mutable_sampling()->set_temperature(static_cast<float>(absl::GetFlag(FLAGS_temperature)));
+  create->mutable_sampling()->set_top_p(static_cast<float>(absl::GetFlag(FLAGS_top_p)));
   create->mutable_sampling()->set_repetition_penalty(1);
   v1::PrefillChunk* chunk = request.add_prefill();
   chunk->set_sequence_id(1);

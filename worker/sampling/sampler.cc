@@ -13,9 +13,6 @@ using kernels::Buffer;
 using kernels::kMaxTopK;
 using kernels::Tensor;
 
-// Tokens sorted at first when a whole row is looked at; most nuclei end early.
-constexpr int64_t kFirstSorted = 512;
-
 uint32_t Word(float value) { return std::bit_cast<uint32_t>(value); }
 uint32_t Word(int32_t value) { return std::bit_cast<uint32_t>(value); }
 
@@ -142,25 +139,27 @@ absl::Status Sampler::EditLogits(const Tensor& logits, std::span<const SampleRow
   return absl::OkStatus();
 }
 
-absl::Status Sampler::DrawLocal(const Tensor& logits, std::span<const SampleRow> rows) {
+template <typename Draws>
+absl::Status Sampler::DrawLocal(const Tensor& logits, std::span<const SampleRow> rows, const Draws& draws) {
   const int64_t n = logits.rows;
   std::vector<float> temperature(n);
   std::vector<uint64_t> seed(n);
   std::vector<int64_t> position(n);
   for (int64_t i = 0; i < n; ++i) {
-    if (!DrawsLocally(rows[i])) continue;
-    temperature[i] = rows[i].sequence->params().temperature;
-    seed[i] = rows[i].sequence->params().seed;
+    if (!draws(i)) continue;
+    const SamplingParams& params = rows[i].sequence->params();
+    temperature[i] = params.Truncates() ? 1.0f : params.temperature;  // truncated rows have been divided
+    seed[i] = params.seed;
     position[i] = rows[i].position;
   }
   KDT_RETURN_IF_ERROR(backend_->Upload(temperature_.data(), temperature.data(), n * sizeof(float)));
   KDT_RETURN_IF_ERROR(backend_->Upload(seed_.data(), seed.data(), n * sizeof(uint64_t)));
   KDT_RETURN_IF_ERROR(backend_->Upload(position_.data(), position.data(), n * sizeof(int64_t)));
   for (int64_t begin = 0, end; begin < n; begin = end) {
-    const bool draws = DrawsLocally(rows[begin]);
-    for (end = begin + 1; end < n && DrawsLocally(rows[end]) == draws; ++end) {
+    const bool draw = draws(begin);
+    for (end = begin + 1; end < n && draws(end) == draw; ++end) {
     }
-    if (!draws) continue;
+    if (!draw) continue;
     KDT_RETURN_IF_ERROR(backend_->GumbelArgmax(
         {logits.Rows(begin, end - begin), vocab_begin_, temperature_.as<float>() + begin,
          seed_.as<uint64_t>() + begin, position_.as<int64_t>() + begin, drawn_id_.as<int32_t>() + begin,
@@ -300,6 +299,36 @@ void Sampler::Merge(std::span<const uint32_t> words, std::span<const SampleRow> 
   }
 }
 
+absl::Status Sampler::DrawUndecided(const Tensor& logits, std::span<const SampleRow> rows,
+                                    Collective& collective, std::vector<SampledRow>* out) {
+  std::vector<int64_t> nuclei;
+  for (int64_t i : undecided_) {
+    if (rows[i].sequence->params().top_k > 0) {
+      KDT_RETURN_IF_ERROR(DrawFromWholeRow(logits, i, rows[i], collective, &(*out)[i]));
+    } else {
+      nuclei.push_back(i);
+    }
+  }
+  if (nuclei.empty()) return absl::OkStatus();
+  KDT_RETURN_IF_ERROR(DrawLocal(
+      logits, rows, [&](int64_t i) { return std::binary_search(nuclei.begin(), nuclei.end(), i); }));
+  std::vector<NucleusRow> draws(nuclei.size());
+  for (size_t j = 0; j < nuclei.size(); ++j) {
+    const int64_t i = nuclei[j];
+    draws[j].params = &rows[i].sequence->params();
+    draws[j].position = rows[i].position;
+    draws[j].total = adjusted_sum_[i];
+    draws[j].values.resize(vocab_local_);
+    KDT_RETURN_IF_ERROR(
+        backend_->Download(draws[j].values.data(), logits.Rows(i, 1).data, vocab_local_ * sizeof(float)));
+    draws[j].local_id = host_drawn_id_[i];
+    draws[j].local_noisy = host_drawn_value_[i];
+  }
+  KDT_RETURN_IF_ERROR(DrawFromNuclei(draws, vocab_begin_, gather_, collective));
+  for (size_t j = 0; j < nuclei.size(); ++j) (*out)[nuclei[j]].token = draws[j].drawn;
+  return absl::OkStatus();
+}
+
 absl::Status Sampler::DrawFromWholeRow(const Tensor& logits, int64_t row, const SampleRow& request,
                                        Collective& collective, SampledRow* out) {
   std::vector<float> values(vocab_size_);
@@ -308,15 +337,12 @@ absl::Status Sampler::DrawFromWholeRow(const Tensor& logits, int64_t row, const 
   KDT_RETURN_IF_ERROR(backend_->Download(values.data(), whole_row_.data(), vocab_size_ * sizeof(float)));
   std::vector<Candidate> best(vocab_size_);
   for (int64_t id = 0; id < vocab_size_; ++id) best[id] = {static_cast<int32_t>(id), values[id]};
-  std::optional<int64_t> kept;
-  for (int64_t sorted = std::max(kFirstSorted, request.sequence->params().top_k); !kept; sorted *= 4) {
-    sorted = std::min(sorted, vocab_size_);
-    std::partial_sort(best.begin(), best.begin() + sorted, best.end());
-    kept = KeptCount(request.sequence->params(), {best.data(), static_cast<size_t>(sorted)}, vocab_size_,
-                     adjusted_sum_[row].sum);
-  }
-  out->token =
-      DrawAmong({best.data(), static_cast<size_t>(*kept)}, request.sequence->params().seed, request.position);
+  const SamplingParams& params = request.sequence->params();
+  std::partial_sort(best.begin(), best.begin() + params.top_k, best.end());
+  best.resize(params.top_k);
+  const auto kept = KeptCount(params, best, vocab_size_, adjusted_sum_[row].sum);
+  KDT_CHECK(kept.has_value());
+  out->token = DrawAmong({best.data(), static_cast<size_t>(*kept)}, params.seed, request.position);
   return absl::OkStatus();
 }
 
@@ -353,12 +379,13 @@ absl::Status Sampler::Sample(const Tensor& logits, std::span<const SampleRow> ro
     KDT_RETURN_IF_ERROR(RunTopK(
         logits, [&](int64_t i) { return Truncates(rows[i]) ? candidates_ : -1; }, adjusted_));
   }
-  if (std::any_of(rows.begin(), rows.end(), DrawsLocally)) KDT_RETURN_IF_ERROR(DrawLocal(logits, rows));
+  if (std::any_of(rows.begin(), rows.end(), DrawsLocally)) {
+    KDT_RETURN_IF_ERROR(DrawLocal(logits, rows, [&](int64_t i) { return DrawsLocally(rows[i]); }));
+  }
   KDT_RETURN_IF_ERROR(Pack(logits, rows));
   KDT_ASSIGN_OR_RETURN(const auto words, gather_.Gather(words_, collective));
   Merge(words, rows, out);
-  for (int64_t i : undecided_)
-    KDT_RETURN_IF_ERROR(DrawFromWholeRow(logits, i, rows[i], collective, &(*out)[i]));
+  KDT_RETURN_IF_ERROR(DrawUndecided(logits, rows, collective, out));
   KDT_RETURN_IF_ERROR(FetchDrawnLogits(logits, rows, collective, out));
   // Everything masked: there is no token to draw.
   for (SampledRow& row : *out) row.bad |= row.token < 0;

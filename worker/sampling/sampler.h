@@ -19,6 +19,7 @@
 #include "worker/collective/collective.h"
 #include "worker/model/shard.h"
 #include "worker/sampling/logit_edits.h"
+#include "worker/sampling/nucleus_draw.h"
 #include "worker/sampling/truncation.h"
 #include "worker/sampling/vocab_gather.h"
 
@@ -69,10 +70,14 @@ class Sampler {
   template <typename K>
   absl::Status RunTopK(const kernels::Tensor& logits, const K& k, TopK& top);
   absl::Status EditLogits(const kernels::Tensor& logits, std::span<const SampleRow> rows);
-  absl::Status DrawLocal(const kernels::Tensor& logits, std::span<const SampleRow> rows);
+  // GumbelArgmax of this shard over the rows for which draws(i).
+  template <typename Draws>
+  absl::Status DrawLocal(const kernels::Tensor& logits, std::span<const SampleRow> rows, const Draws& draws);
   absl::StatusOr<float> RawLogit(const kernels::Tensor& logits, int64_t row, int32_t token);
   absl::Status Pack(const kernels::Tensor& logits, std::span<const SampleRow> rows);
   void Merge(std::span<const uint32_t> words, std::span<const SampleRow> rows, std::vector<SampledRow>* out);
+  absl::Status DrawUndecided(const kernels::Tensor& logits, std::span<const SampleRow> rows,
+                             Collective& collective, std::vector<SampledRow>* out);
   absl::Status DrawFromWholeRow(const kernels::Tensor& logits, int64_t row, const SampleRow& request,
                                 Collective& collective, SampledRow* out);
   absl::Status FetchDrawnLogits(const kernels::Tensor& logits, std::span<const SampleRow> rows,
