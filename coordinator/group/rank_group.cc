@@ -1,7 +1,8 @@
 #include "coordinator/group/rank_group.h"
 
+#include <grpc/support/time.h>
+
 #include <algorithm>
-#include <chrono>
 
 #include "absl/strings/str_cat.h"
 #include "common/clock.h"
@@ -15,7 +16,8 @@ namespace {
 // After a first failure: time for the cause to show, so that the rank that died is named and not one that
 // missed it.
 constexpr int64_t kCulpritGraceUs = 300'000;
-constexpr int64_t kCloseSliceUs = 1'000'000;
+// Waiting on one queue, the other is looked at this often.
+constexpr int64_t kSliceUs = 10'000;
 constexpr int kDrainTimeoutMs = 5'000;
 
 // The rank's own time-out lies before ours: it can still tell which peer it waited for.
@@ -50,10 +52,12 @@ RankGroup::~RankGroup() {
   stopping_ = true;
   if (forming_.joinable()) forming_.join();
   CloseStreams();
-  queue_.Shutdown();
-  void* tag = nullptr;
-  bool ok = false;
-  while (queue_.Next(&tag, &ok)) {
+  for (grpc::CompletionQueue* queue : {&queue_, &peers_queue_}) {
+    queue->Shutdown();
+    void* tag = nullptr;
+    bool ok = false;
+    while (queue->Next(&tag, &ok)) {
+    }
   }
 }
 
@@ -111,7 +115,7 @@ void RankGroup::RunForming() {
   step_ = 0;
   failed_ = false;
   progress_.assign(links_.size(), {});
-  for (auto& link : links_) link->OpenStream(&queue_);
+  for (auto& link : links_) link->OpenStream(link->rank() == 0 ? &queue_ : &peers_queue_);
   {
     std::lock_guard lock(mutex_);
     epoch_ = formed->epoch;
@@ -132,13 +136,15 @@ void RankGroup::RunForming() {
   SetState(GroupState::kServing, "");
 }
 
-bool RankGroup::PumpOne(int64_t deadline_us) {
-  const int64_t wait_us = deadline_us - MonotonicMicros();
-  const auto deadline =
-      std::chrono::system_clock::now() + std::chrono::microseconds(std::max<int64_t>(wait_us, 0));
+bool RankGroup::PumpOne(grpc::CompletionQueue* queue, int64_t deadline_us) {
   void* tag = nullptr;
   bool ok = false;
-  if (queue_.AsyncNext(&tag, &ok, deadline) != grpc::CompletionQueue::GOT_EVENT) return false;
+  // gRPC rounds deadlines up to milliseconds: only one that lies in the past does not wait.
+  gpr_timespec deadline = gpr_inf_past(GPR_CLOCK_REALTIME);
+  if (const int64_t wait_us = deadline_us - MonotonicMicros(); wait_us > 0) {
+    deadline = gpr_time_add(gpr_now(GPR_CLOCK_REALTIME), gpr_time_from_micros(wait_us, GPR_TIMESPAN));
+  }
+  if (queue->AsyncNext(&tag, &ok, deadline) != grpc::CompletionQueue::GOT_EVENT) return false;
   const auto* event = static_cast<const RankLink::Tag*>(tag);
   RankLink* link = event->link;
   if (link->OnEvent(event->event, ok)) OnAnswer(link);
@@ -147,6 +153,18 @@ bool RankGroup::PumpOne(int64_t deadline_us) {
                /*died=*/true);
   }
   return true;
+}
+
+bool RankGroup::PumpAny(int64_t deadline_us) {
+  do {
+    if (PumpOne(&queue_, 0) || PumpOne(&peers_queue_, MonotonicMicros() + kSliceUs)) return true;
+  } while (MonotonicMicros() < deadline_us);
+  return false;
+}
+
+void RankGroup::DrainPeers() {
+  while (PumpOne(&peers_queue_, 0)) {
+  }
 }
 
 void RankGroup::OnAnswer(RankLink* link) {
@@ -230,7 +248,9 @@ absl::Status RankGroup::Send(v1::StepRequest* request) {
   const int64_t deadline_us = MonotonicMicros() + int64_t{1000} * options_.step_timeout_ms;
   for (auto& link : links_) {
     while (link->write_pending() && !failed_) {
-      if (!PumpOne(deadline_us)) SetFailure(link->rank(), "its stream takes no more requests");
+      if (!PumpOne(link->rank() == 0 ? &queue_ : &peers_queue_, deadline_us)) {
+        SetFailure(link->rank(), "its stream takes no more requests");
+      }
     }
   }
   if (failed_) return EndEpoch();
@@ -249,9 +269,15 @@ absl::Status RankGroup::Send(v1::StepRequest* request) {
 
 absl::Status RankGroup::Receive(v1::StepResponse* response) {
   const int64_t deadline_us = sent_us_ + int64_t{1000} * options_.step_timeout_ms;
-  while (!failed_ && (progress_[0].answered < step_ || !AllAnswered(step_ - 1))) {
-    if (PumpOne(deadline_us)) continue;
-    NameLateRanks();
+  DrainPeers();  // their answers to the last step, while the ranks compute this one
+  while (!failed_ && progress_[0].answered < step_) {
+    const int64_t now_us = MonotonicMicros();
+    if (PumpOne(&queue_, std::min(deadline_us, now_us + kSliceUs))) continue;
+    DrainPeers();  // one of them may have died
+    if (!failed_ && now_us >= deadline_us) NameLateRanks();
+  }
+  while (!failed_ && !AllAnswered(step_ - 1)) {
+    if (!PumpOne(&peers_queue_, deadline_us)) NameLateRanks();
   }
   if (failed_) return EndEpoch();
   response->Swap(&rank0_);
@@ -260,7 +286,7 @@ absl::Status RankGroup::Receive(v1::StepResponse* response) {
 
 absl::Status RankGroup::Poll() {
   if (state() != GroupState::kServing) return absl::UnavailableError(reason());
-  while (!failed_ && PumpOne(0)) {
+  while (!failed_ && (PumpOne(&queue_, 0) || PumpOne(&peers_queue_, 0))) {
   }
   const bool late = step_ > 0 && !AllAnswered(step_) &&
                     MonotonicMicros() > sent_us_ + int64_t{1000} * options_.step_timeout_ms;
@@ -301,7 +327,7 @@ absl::Status RankGroup::EndEpoch() {
   const auto died = [this] {
     return std::any_of(progress_.begin(), progress_.end(), [](const RankProgress& p) { return p.died; });
   };
-  while (!died() && PumpOne(grace_end_us)) {
+  while (!died() && PumpAny(grace_end_us)) {
   }
   const uint32_t rank = Culprit();
   std::string what = progress_[rank].failure;
@@ -321,7 +347,7 @@ absl::Status RankGroup::EndEpoch() {
 void RankGroup::CloseStreams() {
   for (auto& link : links_) link->Cancel();
   const auto open = [](const auto& link) { return !link->finished(); };
-  while (std::any_of(links_.begin(), links_.end(), open)) PumpOne(MonotonicMicros() + kCloseSliceUs);
+  while (std::any_of(links_.begin(), links_.end(), open)) PumpAny(MonotonicMicros() + kSliceUs);
 }
 
 void RankGroup::DrainWorkers() {

@@ -58,8 +58,10 @@ class RankGroup : public Group {
 
   void RunForming();
   void SetState(GroupState state, const std::string& reason);
-  // Handles one event if one comes before `deadline_us` (MonotonicMicros). False: none came.
-  bool PumpOne(int64_t deadline_us);
+  // Handles one event of a queue if one comes before `deadline_us` (MonotonicMicros). False: none came.
+  bool PumpOne(grpc::CompletionQueue* queue, int64_t deadline_us);
+  bool PumpAny(int64_t deadline_us);
+  void DrainPeers();
   void OnAnswer(RankLink* link);
   void CheckAnswer(uint32_t rank, const v1::StepResponse& response);
   void CompareDigest(uint32_t rank);
@@ -74,7 +76,10 @@ class RankGroup : public Group {
 
   const RankGroupOptions options_;
   std::vector<std::unique_ptr<RankLink>> links_;
+  // Rank 0's answers have a queue of their own, so that those of the others, which may wait until the next step
+  // is on its way, are never handled in front of them.
   grpc::CompletionQueue queue_;
+  grpc::CompletionQueue peers_queue_;
 
   mutable std::mutex mutex_;  // guards the next six
   GroupState state_ = GroupState::kDown;

@@ -1,0 +1,65 @@
+// The coordinator's Prometheus series. Requests and tokens are counted here alone, never by ranks.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "coordinator/group/group.h"
+
+namespace prometheus {
+class Counter;
+class Gauge;
+class Histogram;
+class Registry;
+template <typename T>
+class Family;
+}  // namespace prometheus
+
+namespace kdt {
+
+// Every child is made once; recording is a few nanoseconds to a lock. Any thread.
+class CoordinatorMetrics {
+ public:
+  explicit CoordinatorMetrics(std::shared_ptr<prometheus::Registry> registry);
+
+  struct Finished {
+    uint32_t prompt_tokens = 0;
+    uint32_t cached_tokens = 0;
+    double queue_s = 0;
+    double total_s = 0;
+  };
+  // A sample that came to its end: "stop", "length" or "tool_calls".
+  void SampleFinished(const std::string& reason, const Finished& sample);
+  // A request that ended with an error.
+  void RequestFailed(const absl::Status& status);
+  void Rejected(const absl::Status& status);  // at the door
+  void SetLoad(uint32_t running, uint32_t waiting);
+
+  // `tokens` of one sample came `gap_s` behind its last ones (first: behind its submission).
+  void TokensGained(uint32_t tokens, double gap_s, bool first);
+  void StepDone(const StepCost& cost, double period_s);
+  void TreesBuilt(double build_s);
+  void TreeVerified(uint32_t drafted_nodes, uint32_t accepted);
+
+  void SetGroup(uint64_t epoch, const std::vector<RankStatus>& ranks);
+
+ private:
+  static constexpr size_t kDepths = 16;  // deeper ones count for the last
+
+  std::shared_ptr<prometheus::Registry> registry_;
+  prometheus::Family<prometheus::Counter>* requests_;
+  prometheus::Family<prometheus::Counter>* rejections_;
+  prometheus::Family<prometheus::Gauge>* rank_up_;
+  prometheus::Gauge *running_, *waiting_, *epoch_, *budget_;
+  prometheus::Counter *prompt_tokens_, *cached_tokens_, *generated_tokens_;
+  prometheus::Counter *rounds_, *drafted_, *accepted_, *group_restarts_;
+  prometheus::Counter *stop_, *length_, *tool_calls_;
+  std::vector<prometheus::Counter*> accepted_by_depth_;
+  prometheus::Histogram *first_token_, *inter_token_, *queue_, *total_, *step_, *tree_build_, *transport_;
+  prometheus::Histogram* tree_nodes_;
+};
+
+}  // namespace kdt
