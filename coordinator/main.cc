@@ -1,6 +1,7 @@
 // kdt-coordinator: the public API, the scheduler and the group of ranks.
 #include <fcntl.h>
 #include <poll.h>
+#include <prometheus/registry.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
@@ -21,6 +22,7 @@
 #include "common/address.h"
 #include "common/flags.h"
 #include "common/log.h"
+#include "common/metrics.h"
 #include "common/status.h"
 #include "coordinator/api/server.h"
 #include "coordinator/group/rank_group.h"
@@ -31,6 +33,7 @@ ABSL_FLAG(std::string, drafter, "", "folder of the drafter; the workers load it"
 ABSL_FLAG(std::vector<std::string>, workers, {}, "addresses of the workers by rank: unix:PATH or HOST:PORT");
 ABSL_FLAG(std::string, listen, "127.0.0.1:50051", "HOST:PORT of the public API; port 0 takes a free one");
 ABSL_FLAG(int, metrics_port, -1, "port of /metrics; 0 takes a free one, -1: none");
+ABSL_FLAG(std::string, metrics_host, "127.0.0.1", "address that the port of /metrics is bound to");
 ABSL_FLAG(int, max_waiting, 256, "requests that may wait before new ones are refused");
 ABSL_FLAG(int, max_running, 64, "samples that run at once");
 ABSL_FLAG(int, prefill_chunk, 512, "most prompt tokens of one sample a step");
@@ -86,6 +89,7 @@ absl::Status CheckFlags() {
   for (const std::string& worker : absl::GetFlag(FLAGS_workers)) {
     KDT_RETURN_IF_ERROR(ParseAddress(worker, "--workers").status());
   }
+  KDT_RETURN_IF_ERROR(CheckAtLeast("metrics_port", absl::GetFlag(FLAGS_metrics_port), -1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("max_waiting", absl::GetFlag(FLAGS_max_waiting), 0));
   KDT_RETURN_IF_ERROR(CheckAtLeast("max_running", absl::GetFlag(FLAGS_max_running), 1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("prefill_chunk", absl::GetFlag(FLAGS_prefill_chunk), 1));
@@ -147,6 +151,13 @@ absl::StatusOr<int> Serve() {
   options.max_running = static_cast<uint32_t>(absl::GetFlag(FLAGS_max_running));
   options.prefill_chunk = static_cast<uint32_t>(absl::GetFlag(FLAGS_prefill_chunk));
   KDT_ASSIGN_OR_RETURN(options.speculation, ReadSpeculation());
+  options.registry = std::make_shared<prometheus::Registry>();
+  std::unique_ptr<MetricsServer> metrics;
+  if (const int port = absl::GetFlag(FLAGS_metrics_port); port >= 0) {
+    KDT_ASSIGN_OR_RETURN(
+        metrics, MetricsServer::Start({absl::GetFlag(FLAGS_metrics_host), port, ""}, options.registry));
+    spdlog::info("metrics on {}:{}", absl::GetFlag(FLAGS_metrics_host), metrics->port());
+  }
   options.rejoin = absl::GetFlag(FLAGS_on_group_loss) == "rejoin";
   options.on_group_lost = [&](const std::string& reason) {
     spdlog::error("the group is lost: {}", reason);

@@ -24,7 +24,10 @@ class GenerateCall : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
       : context_(context), scheduler_(scheduler), queue_(std::make_shared<ResponseQueue>(this)) {}
 
   void Begin(const absl::StatusOr<RequestSpec>& spec) {
-    if (!spec.ok()) return queue_->End(spec.status());
+    if (!spec.ok()) {
+      scheduler_->metrics().Rejected(spec.status());
+      return queue_->End(spec.status());
+    }
     auto id = scheduler_->Submit(*spec, queue_);
     if (id.ok()) {
       std::unique_lock lock(mutex_);
@@ -34,6 +37,7 @@ class GenerateCall : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
       if (cancelled) Cancel(*id);
       return;
     }
+    scheduler_->metrics().Rejected(id.status());
     if (absl::IsResourceExhausted(id.status())) {
       context_->AddTrailingMetadata(kRetryAfterKey, std::to_string(kRetryAfterMs));
     }

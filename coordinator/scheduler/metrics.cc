@@ -118,8 +118,8 @@ CoordinatorMetrics::CoordinatorMetrics(std::shared_ptr<prometheus::Registry> reg
   group_restarts_ = counter("kdt_group_restarts_total", "Times the group formed again after a loss");
 }
 
-void CoordinatorMetrics::SampleFinished(const std::string& reason, const Finished& sample) {
-  (reason == "stop" ? stop_ : reason == "length" ? length_ : tool_calls_)->Increment();
+void CoordinatorMetrics::SampleFinished(v1::FinishReason reason, const Finished& sample) {
+  (reason == v1::STOP ? stop_ : reason == v1::LENGTH ? length_ : tool_calls_)->Increment();
   prompt_tokens_->Increment(sample.prompt_tokens);
   cached_tokens_->Increment(sample.cached_tokens);
   queue_->Observe(sample.queue_s);
@@ -149,8 +149,8 @@ void CoordinatorMetrics::TokensGained(uint32_t tokens, double gap_s, bool first)
   for (uint32_t i = 0; i < tokens; ++i) inter_token_->Observe(gap_s / tokens);
 }
 
-void CoordinatorMetrics::StepDone(const StepCost& cost, double period_s) {
-  step_->Observe(period_s);
+void CoordinatorMetrics::StepDone(const StepCost& cost) {
+  step_->Observe(cost.round_trip_us * kSecondsAMicro);
   transport_->Observe(cost.transport_us * kSecondsAMicro);
 }
 

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "coordinator/group/group.h"
+#include "kdt/v1/generation.pb.h"
 
 namespace prometheus {
 class Counter;
@@ -31,8 +32,7 @@ class CoordinatorMetrics {
     double queue_s = 0;
     double total_s = 0;
   };
-  // A sample that came to its end: "stop", "length" or "tool_calls".
-  void SampleFinished(const std::string& reason, const Finished& sample);
+  void SampleFinished(v1::FinishReason reason, const Finished& sample);
   // A request that ended with an error.
   void RequestFailed(const absl::Status& status);
   void Rejected(const absl::Status& status);  // at the door
@@ -40,7 +40,7 @@ class CoordinatorMetrics {
 
   // `tokens` of one sample came `gap_s` behind its last ones (first: behind its submission).
   void TokensGained(uint32_t tokens, double gap_s, bool first);
-  void StepDone(const StepCost& cost, double period_s);
+  void StepDone(const StepCost& cost);
   void TreesBuilt(double build_s);
   void TreeVerified(uint32_t drafted_nodes, uint32_t accepted);
 

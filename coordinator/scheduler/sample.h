@@ -34,6 +34,7 @@ struct Sample {
   v1::SpeculationStats speculation;
   int64_t admitted_us = 0;  // first admission
   int64_t first_token_us = 0;
+  int64_t last_token_us = 0;
 
   uint32_t prompt_length() const;
   uint32_t generated() const { return static_cast<uint32_t>(tokens.size()) - prompt_length(); }

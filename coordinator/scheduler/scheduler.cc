@@ -1,5 +1,7 @@
 #include "coordinator/scheduler/scheduler.h"
 
+#include <prometheus/registry.h>
+
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,6 +14,7 @@ Scheduler::Scheduler(SchedulerOptions options, Group* group, TextTools tools)
     : options_(std::move(options)),
       group_(group),
       tools_(std::move(tools)),
+      metrics_(options_.registry ? options_.registry : std::make_shared<prometheus::Registry>()),
       speculator_(options_.speculation),
       builder_(&store_, &speculator_, options_.prefill_chunk) {}
 

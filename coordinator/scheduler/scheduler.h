@@ -20,6 +20,7 @@
 
 #include "absl/status/statusor.h"
 #include "coordinator/group/group.h"
+#include "coordinator/scheduler/metrics.h"
 #include "coordinator/scheduler/output_stream.h"
 #include "coordinator/scheduler/request.h"
 #include "coordinator/scheduler/sample.h"
@@ -35,7 +36,8 @@ struct SchedulerOptions {
   uint32_t max_waiting = 256;  // requests; more are refused
   uint32_t max_running = 64;   // samples
   SpeculationOptions speculation;
-  uint32_t prefill_chunk = 512;  // prompt tokens of one sample a step
+  uint32_t prefill_chunk = 512;                    // prompt tokens of one sample a step
+  std::shared_ptr<prometheus::Registry> registry;  // for the metrics; null: nobody reads them
   // When the group is lost: form it again and go on with every request, or end them all with UNAVAILABLE.
   bool rejoin = false;
   // Called once from the scheduler's thread when the group is lost for good (never with `rejoin`).
@@ -63,6 +65,7 @@ class Scheduler {
   // No more requests are taken; true once none is left, false after `timeout`.
   bool Drain(std::chrono::milliseconds timeout);
 
+  CoordinatorMetrics& metrics() { return metrics_; }
   uint32_t running() const { return running_count_; }
   uint32_t waiting() const { return waiting_count_; }
 
@@ -97,6 +100,7 @@ class Scheduler {
   const SchedulerOptions options_;
   Group* const group_;
   const TextTools tools_;
+  CoordinatorMetrics metrics_;
 
   mutable std::mutex mutex_;  // guards the next six
   std::condition_variable changed_;

@@ -94,6 +94,7 @@ bool Scheduler::GroupServes() {
     store_.Reset(limits_);
     speculator_.Reset(limits_);
     builder_.Reset(limits_);
+    metrics_.SetGroup(epoch_, group_->Ranks());
     return true;
   }
   if (state == GroupState::kDown) {
@@ -120,6 +121,7 @@ void Scheduler::LoseGroup() {
     Enqueue(sample);
   }
   running_.clear();
+  metrics_.SetGroup(group_->epoch(), group_->Ranks());
   epoch_ = 0;
   if (!options_.rejoin) {
     lost_ = true;
@@ -164,6 +166,7 @@ void Scheduler::UpdateCounts() {
     running_count_ = running;
     open_requests_ = open;
   }
+  metrics_.SetLoad(running, waiting);
   changed_.notify_all();  // Drain() may be waiting
 }
 
@@ -256,11 +259,16 @@ void Scheduler::RunStep() {
     LoseGroup();
     return;
   }
+  metrics_.StepDone(group_->last_cost());
+  if (speculator_.decision().total_nodes > 0) metrics_.TreesBuilt(speculator_.last_build_us() * 1e-6);
   speculator_.ObserveStep(group_->last_cost(), answer_.timings().draft_us());
   const int64_t now_us = MonotonicMicros();
   for (Gained& gained : gained_) {
     Sample* sample = gained.sample;
-    if (sample->first_token_us == 0) sample->first_token_us = now_us;
+    gained.first = sample->first_token_us == 0;
+    gained.gap_s = Seconds(gained.first ? sample->request->submitted_us : sample->last_token_us, now_us);
+    if (gained.first) sample->first_token_us = now_us;
+    sample->last_token_us = now_us;
     if (gained.finish != v1::FINISH_REASON_UNSPECIFIED || !gained.error.empty()) {
       sample->state = SampleState::kDone;
       sample->keep_sequence = gained.error.empty();
@@ -304,6 +312,8 @@ void Scheduler::Deliver(Gained* gained) {
     gained->finish = v1::STOP;
     gained->stop_token.reset();
   }
+  metrics_.TokensGained(static_cast<uint32_t>(kept), gained->gap_s, gained->first);
+  if (gained->tree) metrics_.TreeVerified(gained->drafted, gained->accepted);
   const bool finished = gained->finish != v1::FINISH_REASON_UNSPECIFIED;
   if (finished && !stop_string.has_value()) sample->output->Flush(chunk);
   for (size_t i = 0; i < kept; ++i) {
@@ -343,6 +353,12 @@ void Scheduler::Complete(Sample* sample, const Gained& gained,
   for (const auto& logprobs : request->prompt_logprobs) *complete->add_prompt_logprobs() = logprobs;
   complete->set_seed(spec.sampling.seed() + sample->index);
   sample->state = SampleState::kDone;
+  CoordinatorMetrics::Finished finished;
+  finished.prompt_tokens = static_cast<uint32_t>(spec.prompt.size());
+  finished.cached_tokens = request->cached_tokens;
+  finished.queue_s = complete->timing().queue_seconds();
+  finished.total_s = Seconds(request->submitted_us, now_us);
+  metrics_.SampleFinished(complete->finish_reason(), finished);
   const bool taken = request->sink->Push(std::move(response));
   if (!taken) {
     EndRequest(request, absl::ResourceExhaustedError("the client reads its answer too slowly"));
@@ -359,6 +375,7 @@ void Scheduler::EndRequest(Request* request, const absl::Status& status) {
     if (sample->state != SampleState::kDone) sample->keep_sequence = false;
     sample->state = SampleState::kDone;
   }
+  if (!status.ok()) metrics_.RequestFailed(status);
   request->sink->End(status);
 }
 

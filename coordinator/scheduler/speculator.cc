@@ -13,6 +13,7 @@ namespace {
 // step share the rows, and growing costs time between two steps.
 constexpr size_t kAutoNodesAStep = 256;
 constexpr uint32_t kFewestAutoNodes = 8;
+constexpr int64_t kLogEveryUs = 10'000'000;
 
 }  // namespace
 
@@ -102,10 +103,16 @@ void Speculator::Plan(std::span<Sample* const> roots, uint32_t prefill_rows, siz
   LogDecision();
 }
 
+// Each decision at debug level; what it has come to, every few seconds, for everybody.
 void Speculator::LogDecision() {
-  if (logged_ == decision_.reason) return;
-  logged_ = decision_.reason;
-  spdlog::debug("{}", decision_.ToString());
+  const bool automatic = decision_.reason != BudgetReason::kFixed;
+  const int64_t now_us = MonotonicMicros();
+  if (automatic && now_us - logged_us_ >= kLogEveryUs) {
+    logged_us_ = now_us;
+    spdlog::info("{}", decision_.ToString());
+  } else {
+    spdlog::debug("{}", decision_.ToString());
+  }
 }
 
 void Speculator::ObserveStep(const StepCost& cost, double draft_us) {

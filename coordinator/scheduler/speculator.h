@@ -55,7 +55,7 @@ class Speculator {
   bool drafted_ = false;
   size_t batch_ = 1;
   double build_us_ = 0;
-  std::optional<BudgetReason> logged_;
+  int64_t logged_us_ = 0;
 };
 
 }  // namespace kdt

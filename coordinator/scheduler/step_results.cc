@@ -98,6 +98,9 @@ absl::Status TakeResult(const PlanItem& item, v1::SequenceResult* result, uint32
   if (item.tree) speculator->ObserveTree(sample, nodes);
   KDT_RETURN_IF_ERROR(CheckDraft(result->draft(), vocab_size));
   sample.draft.Swap(result->mutable_draft());
+  gain.tree = item.tree;
+  gain.drafted = item.rows - 1;
+  gain.accepted = accepted;
   if (item.tree) {
     sample.speculation.set_rounds(sample.speculation.rounds() + 1);
     sample.speculation.set_drafted_nodes(sample.speculation.drafted_nodes() + item.rows - 1);

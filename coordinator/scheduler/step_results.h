@@ -20,7 +20,12 @@ struct Gained {
   std::vector<v1::PositionLogprobs> logprobs;               // one for each token, when asked for
   v1::FinishReason finish = v1::FINISH_REASON_UNSPECIFIED;  // set: the last token ends the answer
   std::optional<uint32_t> stop_token;
-  std::string error;  // not empty: the ranks failed this sample
+  bool tree = false;      // from a verified tree
+  uint32_t drafted = 0;   // nodes of it, the root not counted
+  uint32_t accepted = 0;  // of those
+  double gap_s = 0;       // since the sample's tokens before, or its submission; set by the scheduler
+  bool first = false;     // nothing came before; set by the scheduler
+  std::string error;      // not empty: the ranks failed this sample
 };
 
 // Takes a step's answer in: commits rows in the store, adds tokens and drafts to the samples, tells the
