@@ -1,5 +1,6 @@
 """Compares this folder's models with the reference cases: check_goldens.py GOLDENS_FOLDER."""
 
+import itertools
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 
 from checkpoint import load_target
 from drafter import load_drafter
+from tree import best_first
 
 
 def check_target(goldens):
@@ -53,7 +55,18 @@ def check_drafter(goldens):
             text.append(case["bonus"])
 
 
+def check_tree(goldens):
+    with open(os.path.join(goldens, "ddtree.json"), encoding="utf-8") as file:
+        cases = json.load(file)
+    for number, case in enumerate(cases):
+        nodes = list(itertools.islice(best_first(case["topk_logprobs"]), case["budget"]))
+        tokens = [case["topk_ids"][len(ranks) - 1][ranks[-1]] for ranks in nodes]
+        assert tokens == case["node_tokens"], f"tree case {number} differs"
+    print(f"{len(cases)} trees agree")
+
+
 if __name__ == "__main__":
     with torch.no_grad():
         check_target(sys.argv[1])
         check_drafter(sys.argv[1])
+        check_tree(sys.argv[1])

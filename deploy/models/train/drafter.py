@@ -118,8 +118,8 @@ def save_drafter(drafter, folder):
     save_file(tensors, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
 
 
-def load_drafter(folder, dtype=torch.float32):
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+def load_drafter(folder, dtype=torch.float32, config_folder=None):
+    with open(os.path.join(config_folder or folder, "config.json"), encoding="utf-8") as file:
         drafter = Drafter(json.load(file), dtype)
     tensors = load_file(os.path.join(folder, "model.safetensors"))
     drafter.load_state_dict({n: tensors[checkpoint_name(n)].float() for n in drafter.state_dict()})

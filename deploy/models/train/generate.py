@@ -21,18 +21,43 @@ PROMPTS = (
 )  # fmt: skip
 
 
+PREFILL = 64  # prompt tokens a pass, so that a large batch fits
+
+
 @torch.no_grad()
 def sample(model, prompts, length, temperature, generator=None):
     """prompts [B, T] -> [B, T + length]: continuations by sampling, greedy at temperature 0 (a number or [B, 1])."""
     temperature = torch.as_tensor(temperature, device=prompts.device, dtype=torch.float32)
     cache = model.new_cache(prompts.shape[0], prompts.shape[1] + length)
-    out, tokens = [prompts], prompts
+    out = [prompts]
+    *earlier, tokens = prompts.split(PREFILL, dim=1)
+    for chunk in earlier:
+        model(chunk, cache=cache, last_only=True)
     for _ in range(length):
         logits = model(tokens, cache=cache, last_only=True)[0][:, -1].float()
         noise = -torch.log(torch.empty_like(logits).exponential_(generator=generator).clamp_min(1e-20))
         tokens = (logits + temperature * noise).argmax(-1, keepdim=True)
         out.append(tokens)
     return torch.cat(out, dim=1)
+
+
+@torch.no_grad()
+def sample_ragged(model, prompts, length, temperature=0.0, generator=None):
+    """Like sample, for prompts (lists of ids) of different lengths: each list continued by `length` tokens."""
+    device, count = model.embed_tokens.device, len(prompts)
+    sizes = torch.tensor([len(p) for p in prompts], device=device)
+    total = int(sizes.max()) + length
+    tokens = torch.zeros(count, total, dtype=torch.long, device=device)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    cache, done = model.new_cache(count, total), 0
+    for end in range(int(sizes.min()), total):
+        logits = model(tokens[:, done:end], cache=cache, last_only=True)[0][:, -1].float()
+        noise = -torch.log(torch.empty_like(logits).exponential_(generator=generator).clamp_min(1e-20))
+        chosen = (logits + temperature * noise).argmax(-1)
+        tokens[:, end] = torch.where(end < sizes, tokens[:, end], chosen)
+        done = end
+    return [row[: size + length].tolist() for row, size in zip(tokens, sizes.tolist())]
 
 
 def complete(model, encoding, prompt, length=160, temperature=0.0):

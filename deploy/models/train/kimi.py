@@ -146,8 +146,10 @@ class LayerCache:
         start, self.length = self.length, self.length + k.shape[2]
         self.k[:, :, start : self.length] = k
         self.v[:, :, start : self.length] = v
-        rows = torch.arange(start, self.length, device=k.device)
-        mask = torch.arange(self.length, device=k.device)[None, :] <= rows[:, None]
+        mask = None
+        if k.shape[2] > 1:
+            rows = torch.arange(start, self.length, device=k.device)
+            mask = torch.arange(self.length, device=k.device)[None, :] <= rows[:, None]
         return self.k[:, :, : self.length], self.v[:, :, : self.length], mask
 
 
