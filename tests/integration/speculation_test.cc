@@ -79,7 +79,10 @@ void Apply(const Speculation& speculation, v1::GenerateRequest* request) {
 // Everything the client may rely on, as bytes.
 std::string Bits(const Sample& sample) {
   std::string bits = sample.text;
-  for (const uint32_t id : sample.tokens) bits += "," + std::to_string(id);
+  for (const uint32_t id : sample.tokens) {
+    bits += ',';
+    bits += std::to_string(id);
+  }
   for (const auto& position : sample.logprobs) bits += position.SerializeAsString();
   bits += std::to_string(sample.complete->finish_reason());
   return bits;
