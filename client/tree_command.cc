@@ -1,12 +1,16 @@
 #include "client/tree_command.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <optional>
+#include <span>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -24,9 +28,12 @@ constexpr size_t kMaxBudget = 4096;
 constexpr size_t kMaxDepth = 256;
 constexpr size_t kMaxK = 4096;
 constexpr char kUsage[] =
-    "usage: kdt tree FILE [--json] [--policy best-first|spine-first|chain] [--budget N]\n"
+    "usage: kdt tree FILE [--json] [--policy best-first|spine-first|chain] [--budget N] [--case I]\n"
     "Builds the draft trees of the cases in FILE (topk_ids, topk_logprobs, budget) and draws them.\n"
     "Each node shows its token, its probability at its position and the probability of the whole path.\n"
+    "Cases recorded by a server (kdt-launch --record_trees) also show texts, and * on the nodes that were "
+    "accepted.\n"
+    "--case draws case I alone; \"best\" the one with the most accepted nodes.\n"
     "--json prints node_tokens, node_depths and parents of each case instead.\n";
 
 struct Options {
@@ -35,6 +42,8 @@ struct Options {
   bool help = false;
   TreePolicy policy = TreePolicy::kBestFirst;
   std::optional<size_t> budget;
+  std::optional<size_t> only;  // index of the one case to draw
+  bool best = false;           // the case with the most accepted nodes
 };
 
 struct Case {
@@ -42,6 +51,9 @@ struct Case {
   size_t depth = 0, k = 0;
   std::vector<uint32_t> tokens;
   std::vector<float> log_probs;
+  std::map<uint32_t, std::string> texts;  // recorded cases: of each token in topk_ids
+  std::string root_text;
+  std::vector<uint32_t> accepted;  // recorded cases: tokens of the accepted path
   DraftGuesses guesses() const { return {depth, k, tokens, log_probs}; }
 };
 
@@ -55,7 +67,7 @@ absl::StatusOr<Options> ParseArguments(const std::vector<std::string>& args) {
       value = name.substr(equals + 1);
       name.resize(equals);
     }
-    const bool takes_value = name == "--policy" || name == "--budget";
+    const bool takes_value = name == "--policy" || name == "--budget" || name == "--case";
     if (takes_value && !value) {
       if (i + 1 == args.size()) return absl::InvalidArgumentError(absl::StrCat(name, " needs a value"));
       value = args[++i];
@@ -73,6 +85,15 @@ absl::StatusOr<Options> ParseArguments(const std::vector<std::string>& args) {
             absl::StrCat("--budget must be 0 .. ", kMaxBudget, ", is \"", *value, "\""));
       }
       options.budget = budget;
+    } else if (name == "--case" && *value == "best") {
+      options.best = true;
+    } else if (name == "--case") {
+      uint32_t index = 0;
+      if (!absl::SimpleAtoi(*value, &index)) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("--case must be a number or best, is \"", *value, "\""));
+      }
+      options.only = index;
     } else if (!absl::StartsWith(name, "-") && options.file.empty()) {
       options.file = name;
     } else {
@@ -81,6 +102,37 @@ absl::StatusOr<Options> ParseArguments(const std::vector<std::string>& args) {
   }
   if (options.file.empty() && !options.help) return absl::InvalidArgumentError("FILE is missing");
   return options;
+}
+
+// What only recorded cases have: token_text (object: id -> text), root_text, accepted_tokens.
+absl::Status ParseRecording(const Json& json, Case* result) {
+  if (json.contains("token_text")) {
+    const Json& texts = json["token_text"];
+    if (!texts.is_object()) return absl::InvalidArgumentError("token_text must be an object");
+    for (const auto& [key, text] : texts.items()) {
+      uint32_t id = 0;
+      if (!absl::SimpleAtoi(key, &id) || !text.is_string()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("token_text: \"", key, "\" must be a token id with a text"));
+      }
+      result->texts[id] = text.get<std::string>();
+    }
+  }
+  if (json.contains("root_text")) {
+    if (!json["root_text"].is_string()) return absl::InvalidArgumentError("root_text must be a text");
+    result->root_text = json["root_text"].get<std::string>();
+  }
+  if (json.contains("accepted_tokens")) {
+    const Json& accepted = json["accepted_tokens"];
+    if (!accepted.is_array()) return absl::InvalidArgumentError("accepted_tokens must be a list");
+    for (const Json& id : accepted) {
+      if (!id.is_number_unsigned() || id.get<uint64_t>() > std::numeric_limits<uint32_t>::max()) {
+        return absl::InvalidArgumentError("accepted_tokens must be token ids");
+      }
+      result->accepted.push_back(id.get<uint32_t>());
+    }
+  }
+  return absl::OkStatus();
 }
 
 // Faults name the field; the caller adds file and case.
@@ -127,6 +179,7 @@ absl::StatusOr<Case> ParseCase(const Json& json, std::optional<size_t> budget) {
     }
     result.budget = json["budget"].get<size_t>();
   }
+  KDT_RETURN_IF_ERROR(ParseRecording(json, &result));
   return result;
 }
 
@@ -149,15 +202,25 @@ absl::StatusOr<std::vector<Case>> ReadCases(const Options& options) {
   return cases;
 }
 
+std::string Label(const Case& input, uint32_t token) {
+  const auto text = input.texts.find(token);
+  return text == input.texts.end() ? absl::StrCat(token)
+                                   : absl::StrCat("\"", absl::Utf8SafeCEscape(text->second), "\"");
+}
+
+// `accepted`: what is left of the accepted path below `node`, when the path came through it.
 void DrawNode(const Tree& tree, const Case& input, const std::vector<std::vector<size_t>>& children,
-              size_t node, const std::string& indent, std::string* out) {
+              size_t node, std::span<const uint32_t> accepted, const std::string& indent, std::string* out) {
   for (size_t i = 0; i < children[node].size(); ++i) {
     const size_t child = children[node][i];
     const bool last = i + 1 == children[node].size();
+    const bool kept = !accepted.empty() && accepted[0] == tree.tokens[child];
     const double p = std::exp(input.log_probs[(tree.depths[child] - 1) * input.k + tree.ranks[child]]);
-    absl::StrAppendFormat(out, "%s%s %u  p %.3f  path %.4f\n", indent, last ? "└──" : "├──",
-                          tree.tokens[child], p, std::exp(tree.log_probs[child]));
-    DrawNode(tree, input, children, child, absl::StrCat(indent, last ? "    " : "│   "), out);
+    absl::StrAppendFormat(out, "%s%s %s%s  p %.3f  path %.4f\n", indent, last ? "└──" : "├──",
+                          kept ? "* " : "", Label(input, tree.tokens[child]), p,
+                          std::exp(tree.log_probs[child]));
+    DrawNode(tree, input, children, child, kept ? accepted.subspan(1) : std::span<const uint32_t>(),
+             absl::StrCat(indent, last ? "    " : "│   "), out);
   }
 }
 
@@ -170,10 +233,12 @@ void Draw(const Tree& tree, const Case& input, size_t index, TreePolicy policy, 
     deepest = std::max(deepest, tree.depths[node]);
     children[static_cast<size_t>(tree.parents[node])].push_back(node);
   }
-  absl::StrAppendFormat(out,
-                        "case %d: %s, budget %d: %d nodes, %d deep, %.3f tokens expected a round\nroot\n",
+  absl::StrAppendFormat(out, "case %d: %s, budget %d: %d nodes, %d deep, %.3f tokens expected a round\n",
                         index, TreePolicyName(policy), input.budget, tree.drafted(), deepest, 1.0 + expected);
-  DrawNode(tree, input, children, 0, "", out);
+  absl::StrAppend(out, "root");
+  if (!input.root_text.empty()) absl::StrAppend(out, " \"", absl::Utf8SafeCEscape(input.root_text), "\"");
+  absl::StrAppend(out, "\n");
+  DrawNode(tree, input, children, 0, input.accepted, "", out);
 }
 
 Json ToJson(const Tree& tree) {
@@ -189,10 +254,21 @@ absl::StatusOr<std::string> TreeCommandOutput(const std::vector<std::string>& ar
   KDT_ASSIGN_OR_RETURN(const Options options, ParseArguments(args));
   if (options.help) return std::string(kUsage);
   KDT_ASSIGN_OR_RETURN(const std::vector<Case> cases, ReadCases(options));
+  std::optional<size_t> only = options.only;
+  if (options.best && !cases.empty()) {
+    only =
+        std::max_element(cases.begin(), cases.end(),
+                         [](const Case& a, const Case& b) { return a.accepted.size() < b.accepted.size(); }) -
+        cases.begin();
+  }
+  if (only.has_value() && *only >= cases.size()) {
+    return absl::OutOfRangeError(absl::StrCat("--case: ", options.file, " has ", cases.size(), " cases"));
+  }
   std::string text;
   Json json = Json::array();
   TreeBuilder builder;
   for (size_t i = 0; i < cases.size(); ++i) {
+    if (only.has_value() && i != *only) continue;
     // The token that a round starts from is not part of a case.
     KDT_ASSIGN_OR_RETURN(const Tree* tree,
                          builder.Build(options.policy, 0, cases[i].guesses(), cases[i].budget));

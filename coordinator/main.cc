@@ -27,6 +27,7 @@
 #include "coordinator/api/server.h"
 #include "coordinator/group/rank_group.h"
 #include "coordinator/scheduler/scheduler.h"
+#include "coordinator/scheduler/tree_recorder.h"
 
 ABSL_FLAG(std::string, model, "", "folder of the target checkpoint (configuration and tokenizer are read)");
 ABSL_FLAG(std::string, drafter, "", "folder of the drafter; the workers load it");
@@ -39,6 +40,8 @@ ABSL_FLAG(int, max_running, 64, "samples that run at once");
 ABSL_FLAG(int, prefill_chunk, 512, "most prompt tokens of one sample a step");
 ABSL_FLAG(int, step_timeout_ms, 30'000, "deadline of one step; a rank that misses it ends the epoch");
 ABSL_FLAG(std::string, budget, "auto", "drafted nodes a tree: auto or a number");
+ABSL_FLAG(std::string, record_trees, "", "write verified trees to this file, for kdt tree to draw");
+ABSL_FLAG(int, record_trees_count, 16, "with --record_trees: how many, the first ones");
 ABSL_FLAG(std::string, tree, "best-first", "best-first, spine-first or chain");
 ABSL_FLAG(std::string, on_group_loss, "exit",
           "exit: end with status 3; rejoin: wait for the workers, form the group again and go on");
@@ -92,6 +95,7 @@ absl::Status CheckFlags() {
   KDT_RETURN_IF_ERROR(CheckAtLeast("metrics_port", absl::GetFlag(FLAGS_metrics_port), -1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("max_waiting", absl::GetFlag(FLAGS_max_waiting), 0));
   KDT_RETURN_IF_ERROR(CheckAtLeast("max_running", absl::GetFlag(FLAGS_max_running), 1));
+  KDT_RETURN_IF_ERROR(CheckAtLeast("record_trees_count", absl::GetFlag(FLAGS_record_trees_count), 1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("prefill_chunk", absl::GetFlag(FLAGS_prefill_chunk), 1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("step_timeout_ms", absl::GetFlag(FLAGS_step_timeout_ms), 1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("drain_timeout_s", absl::GetFlag(FLAGS_drain_timeout_s), 0));
@@ -151,6 +155,15 @@ absl::StatusOr<int> Serve() {
   options.max_running = static_cast<uint32_t>(absl::GetFlag(FLAGS_max_running));
   options.prefill_chunk = static_cast<uint32_t>(absl::GetFlag(FLAGS_prefill_chunk));
   KDT_ASSIGN_OR_RETURN(options.speculation, ReadSpeculation());
+  std::unique_ptr<TreeRecorder> recorder;
+  if (const std::string path = absl::GetFlag(FLAGS_record_trees); !path.empty()) {
+    KDT_ASSIGN_OR_RETURN(
+        recorder, TreeRecorder::Open(path, static_cast<size_t>(absl::GetFlag(FLAGS_record_trees_count)),
+                                     model->tokenizer));
+    options.speculation.on_verified = [&recorder](const Sample& sample, std::span<const uint32_t> accepted) {
+      recorder->Record(sample, accepted);
+    };
+  }
   options.registry = std::make_shared<prometheus::Registry>();
   std::unique_ptr<MetricsServer> metrics;
   if (const int port = absl::GetFlag(FLAGS_metrics_port); port >= 0) {

@@ -123,6 +123,7 @@ void Speculator::ObserveStep(const StepCost& cost, double draft_us) {
 void Speculator::ObserveTree(const Sample& sample, std::span<const uint32_t> accepted_nodes) {
   if (sample.tree == nullptr || sample.nodes == 0) return;
   controller_.ObserveTree(*sample.tree, sample.nodes, accepted_nodes);
+  if (options_.on_verified) options_.on_verified(sample, accepted_nodes);
 }
 
 }  // namespace kdt

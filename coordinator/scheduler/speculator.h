@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <vector>
@@ -16,6 +17,9 @@ namespace kdt {
 struct SpeculationOptions {
   TreePolicy policy = TreePolicy::kBestFirst;
   std::optional<uint32_t> budget;  // drafted nodes a tree; unset: auto
+  // Told of every verified tree, on the scheduler's thread, while sample.draft is still what it was grown
+  // from; may be null.
+  std::function<void(const Sample& sample, std::span<const uint32_t> accepted_nodes)> on_verified;
 };
 
 class Speculator {

@@ -49,6 +49,7 @@ ABSL_FLAG(int, step_timeout_ms, 0, "deadline of one step; 0: the coordinator's d
 ABSL_FLAG(std::string, budget, "",
           "drafted nodes a tree: auto or a number; empty: the coordinator's default");
 ABSL_FLAG(std::string, tree, "", "best-first, spine-first or chain; empty: the coordinator's default");
+ABSL_FLAG(std::string, record_trees, "", "write the first verified trees to this file, for kdt tree to draw");
 ABSL_FLAG(int, drain_timeout_s, 30, "on SIGTERM, how long running requests may go on");
 ABSL_FLAG(std::string, on_loss, "exit",
           "when a worker dies: exit (end the group) or restart (all workers together)");
@@ -192,6 +193,7 @@ int main(int argc, char** argv) {
   PassOn<int>(options.coordinator_args, "step_timeout_ms", absl::GetFlag(FLAGS_step_timeout_ms), 0);
   PassOn<std::string>(options.coordinator_args, "budget", absl::GetFlag(FLAGS_budget), "");
   PassOn<std::string>(options.coordinator_args, "tree", absl::GetFlag(FLAGS_tree), "");
+  PassOn<std::string>(options.coordinator_args, "record_trees", absl::GetFlag(FLAGS_record_trees), "");
 
   return kdt::GroupSupervisor(std::move(options)).Run();
 }
