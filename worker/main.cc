@@ -54,7 +54,7 @@ constexpr int64_t kProgressEveryMicros = 1000000;
 constexpr std::chrono::milliseconds kTellLoadError{1500};
 constexpr size_t kCollectiveBufferBytes = 1 << 20;
 // How long the end waits for the step in progress, and for its answer to leave.
-constexpr absl::Duration kDrainTimeout = absl::Seconds(5);
+constexpr absl::Duration kDrainTimeout = absl::Seconds(3);
 constexpr std::chrono::milliseconds kAnswerGrace{100};
 
 int Fail(absl::string_view message) {
