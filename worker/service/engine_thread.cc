@@ -176,7 +176,7 @@ absl::Status EngineThread::CheckStep(const v1::StepRequest& request) const {
   return absl::OkStatus();
 }
 
-void EngineThread::RunStep(const v1::StepRequest& request, int64_t received_us, v1::StepResponse* response) {
+void EngineThread::RunStep(const v1::StepRequest& request, int64_t received_ns, v1::StepResponse* response) {
   response->set_epoch(request.epoch());
   response->set_step(request.step());
   response->set_rank(static_cast<uint32_t>(rank_));
@@ -194,15 +194,15 @@ void EngineThread::RunStep(const v1::StepRequest& request, int64_t received_us, 
     response->set_error(std::string(status.message()));
     EndEpoch(request.epoch());
   }
-  response->mutable_timings()->set_total_us(static_cast<float>(MonotonicMicros() - received_us));
+  response->mutable_timings()->set_total_us(static_cast<float>(MonotonicNanos() - received_ns) * 1e-3f);
   if (listener_) listener_(request, *response);
 }
 
 void EngineThread::Step(v1::StepRequest request, StepDone done) {
-  const int64_t received_us = MonotonicMicros();
-  Post([this, request = std::move(request), received_us, done = std::move(done)] {
+  const int64_t received_ns = MonotonicNanos();
+  Post([this, request = std::move(request), received_ns, done = std::move(done)] {
     v1::StepResponse response;
-    RunStep(request, received_us, &response);
+    RunStep(request, received_ns, &response);
     done(std::move(response));
   });
 }

@@ -63,7 +63,7 @@ class EngineThread {
   using CancelFlag = std::shared_ptr<std::atomic<bool>>;
   absl::StatusOr<std::string> Join(const v1::JoinGroupRequest& request, const CancelFlag& cancelled);
   void CancelJoin();  // under the mutex
-  void RunStep(const v1::StepRequest& request, int64_t received_us, v1::StepResponse* response);
+  void RunStep(const v1::StepRequest& request, int64_t received_ns, v1::StepResponse* response);
   absl::Status CheckStep(const v1::StepRequest& request) const;
 
   const int rank_;

@@ -7,6 +7,7 @@ namespace kdt {
 StepStream* StepStream::Open(EngineThread* engine) {
   std::shared_ptr<StepStream> stream(new StepStream(engine));
   stream->self_ = stream;
+  stream->epoch_ = engine->epoch();
   stream->StartRead(&stream->incoming_);
   return stream.get();
 }

@@ -41,7 +41,8 @@ class StepStream : public grpc::ServerBidiReactor<v1::StepRequest, v1::StepRespo
   bool reads_over_ = false;
   bool broken_ = false;  // cancelled or a write failed: nothing is written any more
   bool finished_ = false;
-  uint64_t epoch_ = 0;  // of the first request
+  // The epoch that ends with this stream: the one it was opened in; else that of its first request.
+  uint64_t epoch_ = 0;
 };
 
 }  // namespace kdt
