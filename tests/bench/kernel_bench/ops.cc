@@ -1,0 +1,177 @@
+// The shapes: one rank's share of Kimi-K2.6 at eight ranks.
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <set>
+
+#include "tests/bench/kernel_bench/bench.h"
+#include "tests/bench/kernel_bench/device.h"
+
+namespace kdt::bench {
+
+using kernels::DType;
+using kernels::MakeTensor;
+
+namespace {
+constexpr int64_t kHeads = 8, kLatent = 512, kRope = 64, kWidth = 576;
+constexpr int64_t kPoolSlots = 1200000;  // 1.4 GB: several contexts, so that no run finds its keys in L2
+}  // namespace
+
+void BenchVerifyAttention(Bench& bench) {
+  std::mt19937 rng(1);
+  void* pool = bench.Memory(kPoolSlots * kWidth * 2);
+  FillNormal(bench.launch().stream, pool, kPoolSlots * kWidth, 2, 1.0f);
+  void* q = bench.Memory(256 * kHeads * kWidth * 2);
+  FillNormal(bench.launch().stream, q, 256 * kHeads * kWidth, 3, 1.0f);
+  void* out = bench.Memory(256 * kHeads * kLatent * 2);
+  std::vector<int32_t> order(kPoolSlots);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), rng);
+  const int32_t* slots = bench.Copy(order);  // every piece of it is a random slot table
+
+  struct Shape {
+    int batch, context, rows;
+  };
+  std::vector<Shape> shapes;
+  for (const int context : {4096, 16384, 65536, 131072, 189440}) {
+    for (const int rows : {1, 2, 4, 8, 16, 32, 64}) shapes.push_back({1, context, rows});
+  }
+  for (const int batch : {8, 32}) {
+    for (const int rows : {1, 8}) shapes.push_back({batch, 8192, rows});
+  }
+  for (const Shape& s : shapes) {
+    std::vector<int32_t> begin(s.batch + 1), context(s.batch, s.context);
+    for (int i = 0; i <= s.batch; ++i) begin[i] = i * s.rows;
+    std::vector<uint64_t> bits(static_cast<size_t>(s.batch) * s.rows * kernels::kAncestorWords, 0);
+    for (int b = 0; b < s.batch; ++b) {
+      for (int i = 0; i < s.rows; ++i) {
+        uint64_t* mine = bits.data() + static_cast<size_t>(b * s.rows + i) * kernels::kAncestorWords;
+        if (i > 0)
+          std::copy_n(mine - (1 + static_cast<int>(rng() % i)) * kernels::kAncestorWords,
+                      kernels::kAncestorWords, mine);
+        mine[i / 64] |= uint64_t{1} << (i % 64);
+      }
+    }
+    kernels::VerifyAttentionArgs args;
+    args.q = MakeTensor(q, DType::kBF16, begin.back(), kHeads * kWidth);
+    args.pool = MakeTensor(pool, DType::kBF16, kPoolSlots, kWidth);
+    args.heads = kHeads, args.latent = kLatent, args.rope = kRope, args.scale = 0.1f;
+    args.sequences = s.batch;
+    args.row_begin = bench.Copy(begin);
+    args.context_length = bench.Copy(context);
+    args.causal = bench.Copy(std::vector<uint8_t>(s.batch, 0));
+    args.table_stride = s.context + s.rows;
+    args.ancestor_bits = bench.Copy(bits);
+    args.out = MakeTensor(out, DType::kBF16, begin.back(), kHeads * kLatent);
+    const int64_t used = s.batch * args.table_stride;
+    const int64_t regions = std::max<int64_t>(1, kPoolSlots / used);
+    const double time = bench.Median([&](int i) {
+      args.slot_table = slots + i % regions * used;
+      return cuda::VerifyAttention(bench.launch(), args);
+    });
+    const double keys = static_cast<double>(s.batch) * s.context;
+    bench.Report({"verify_attention",
+                  "batch " + std::to_string(s.batch) + " context " + std::to_string(s.context) + " rows " +
+                      std::to_string(s.rows),
+                  time, keys * kWidth * 2, keys * s.rows * kHeads * 2 * (kWidth + kLatent), 0});
+  }
+}
+
+void BenchMoe(Bench& bench) {
+  constexpr int64_t kHidden = 7168, kInner = 256, kExperts = 384, kTopK = 8;
+  std::mt19937 rng(2);
+  // Two layers' experts, so that a run does not find the last one's in L2.
+  constexpr int kLayers = 2;
+  const size_t gate_up_words = kExperts * 2 * kInner * kHidden / 8,
+               down_words = kExperts * kHidden * kInner / 8;
+  const size_t gate_up_scales = kExperts * 2 * kInner * kHidden / 32,
+               down_scales = kExperts * kHidden * kInner / 32;
+  kernels::Int4Experts weights[kLayers];
+  for (int i = 0; i < kLayers; ++i) {
+    void* a = bench.Memory(gate_up_words * 4);
+    void* b = bench.Memory(down_words * 4);
+    void* c = bench.Memory(gate_up_scales * 2);
+    void* d = bench.Memory(down_scales * 2);
+    FillBits(bench.launch().stream, a, gate_up_words, 10 + i);
+    FillBits(bench.launch().stream, b, down_words, 20 + i);
+    FillNormal(bench.launch().stream, c, gate_up_scales, 30 + i, 0.02f);
+    FillNormal(bench.launch().stream, d, down_scales, 40 + i, 0.02f);
+    weights[i] = {kExperts,
+                  0,
+                  kHidden,
+                  kInner,
+                  static_cast<uint32_t*>(a),
+                  static_cast<uint16_t*>(c),
+                  static_cast<uint32_t*>(b),
+                  static_cast<uint16_t*>(d)};
+  }
+  void* x = bench.Memory(256 * kHidden * 2);
+  FillNormal(bench.launch().stream, x, 256 * kHidden, 5, 1.0f);
+  void* out = bench.Memory(256 * kHidden * 2);
+  constexpr int kChoices = 8;  // other experts in each run
+  for (const int64_t rows : {1, 4, 8, 16, 32, 64, 256}) {
+    std::vector<int32_t> ids;
+    double distinct = 0;
+    for (int choice = 0; choice < kChoices; ++choice) {
+      std::set<int32_t> all;
+      for (int64_t r = 0; r < rows; ++r) {
+        std::set<int32_t> mine;
+        while (mine.size() < kTopK) mine.insert(static_cast<int32_t>(rng() % kExperts));
+        ids.insert(ids.end(), mine.begin(), mine.end());
+        all.insert(mine.begin(), mine.end());
+      }
+      distinct += static_cast<double>(all.size()) / kChoices;
+    }
+    const int32_t* device_ids = bench.Copy(ids);
+    const float* gates = bench.Copy(std::vector<float>(rows * kTopK, 0.125f));
+    const double time = bench.Median([&](int i) {
+      kernels::MoeArgs args{MakeTensor(x, DType::kBF16, rows, kHidden),
+                            weights[i % kLayers],
+                            device_ids + i % kChoices * rows * kTopK,
+                            gates,
+                            kTopK,
+                            MakeTensor(out, DType::kBF16, rows, kHidden)};
+      return cuda::Moe(bench.launch(), args);
+    });
+    const double expert_bytes = 3.0 * kInner * kHidden * (0.5 + 2.0 / 32);
+    bench.Report(
+        {"moe",
+         "rows " + std::to_string(rows) + " experts " + std::to_string(static_cast<int>(distinct + 0.5)),
+         time, distinct * expert_bytes, 2.0 * 3 * kInner * kHidden * kTopK * static_cast<double>(rows), 0});
+  }
+}
+
+void BenchGemm(Bench& bench) {
+  struct Shape {
+    const char* name;
+    int64_t outs, in;
+  };
+  void* x = bench.Memory(256 * 18432 * 2);
+  FillNormal(bench.launch().stream, x, 256 * 18432, 6, 1.0f);
+  void* y = bench.Memory(256 * 20480 * 4);
+  const size_t bytes = size_t{1} << 30;  // weights are taken from another place in each run
+  void* w = bench.Memory(bytes);
+  FillNormal(bench.launch().stream, w, bytes / 2, 7, 0.05f);
+  for (const Shape s :
+       {Shape{"q_a", 1536, 7168}, Shape{"q_b", 1536, 1536}, Shape{"kv_a", 576, 7168}, Shape{"o", 7168, 1024},
+        Shape{"shared gate_up", 512, 7168}, Shape{"shared down", 7168, 256}, Shape{"router", 384, 7168},
+        Shape{"dense gate_up", 4608, 7168}, Shape{"dense down", 7168, 2304}, Shape{"lm_head", 20480, 7168}}) {
+    for (const int64_t rows : {1, 8, 16, 32, 64}) {
+      const int64_t size = s.outs * s.in * 2;
+      const int64_t places = std::max<int64_t>(1, static_cast<int64_t>(bytes) / size);
+      const double time = bench.Median([&](int i) {
+        kernels::GemmArgs args{
+            MakeTensor(x, DType::kBF16, rows, s.in),
+            MakeTensor(static_cast<char*>(w) + i % places * size, DType::kBF16, s.outs, s.in),
+            MakeTensor(y, DType::kBF16, rows, s.outs)};
+        return cuda::Gemm(bench.launch(), args);
+      });
+      bench.Report({"gemm",
+                    std::string(s.name) + " " + std::to_string(s.outs) + "x" + std::to_string(s.in) +
+                        " rows " + std::to_string(rows),
+                    time, static_cast<double>(size), 2.0 * static_cast<double>(rows * s.outs * s.in), 0});
+    }
+  }
+}
+
+}  // namespace kdt::bench

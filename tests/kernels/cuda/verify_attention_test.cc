@@ -1,0 +1,241 @@
+// Tree attention against float64, on random and hostile inputs, ragged batches and poisoned memory.
+//
+// Two measures, both against the exact result: the relative error of the whole output, and how many outputs
+// are within one bf16 step of the rounded exact value, the step being that of the row's largest output (an
+// output near zero is a sum whose terms cancel: no kernel with bf16 probabilities has it to its own last
+// digit).
+#include <algorithm>
+#include <limits>
+
+#include "tests/kernels/cuda/util.h"
+
+namespace kdt::kernels::test {
+namespace {
+
+constexpr int64_t kLatent = 512, kRope = 64, kWidth = kLatent + kRope;
+constexpr uint16_t kNan = 0x7fc1;  // also the pattern that outputs are filled with
+
+struct Sequence {
+  int rows, context;
+  bool causal = false;
+};
+
+// Inputs of one call, on the host. Slots are drawn from 1 .. slots - 1 with repetition; all others hold NaN.
+struct Problem {
+  Problem(std::mt19937& rng, int64_t heads_in, std::vector<Sequence> sequences_in, int64_t slots,
+          float q_scale = 1.0f, int padding_rows = 0)
+      : heads(heads_in), sequences(std::move(sequences_in)) {
+    row_begin.push_back(0);
+    for (const Sequence& s : sequences) {
+      row_begin.push_back(row_begin.back() + s.rows);
+      context.push_back(s.context);
+      causal.push_back(s.causal ? 1 : 0);
+      stride = std::max<int64_t>(stride, s.context + s.rows);
+    }
+    rows = row_begin.back() + padding_rows;
+    q = Normal(rng, rows * heads * kWidth, q_scale);
+    pool.assign(slots * kWidth, kNan);
+    table.assign(sequences.size() * stride, static_cast<int32_t>(slots - 1));  // past the end: a slot of NaN
+    for (size_t s = 0; s < sequences.size(); ++s) {
+      for (int i = 0; i < sequences[s].context + sequences[s].rows; ++i) {
+        const int32_t slot = static_cast<int32_t>(rng() % (slots - 2)) + 1;
+        table[s * stride + i] = slot;
+        if (pool[slot * kWidth] != kNan) continue;
+        const std::vector<uint16_t> row = ToBf16(Normal(rng, kWidth));
+        std::copy(row.begin(), row.end(), pool.begin() + slot * kWidth);
+      }
+    }
+    bits.assign(rows * kAncestorWords, 0);
+    for (size_t s = 0; s < sequences.size(); ++s) {
+      if (sequences[s].causal) continue;
+      for (int i = 0; i < sequences[s].rows; ++i) {
+        uint64_t* mine = bits.data() + (row_begin[s] + i) * kAncestorWords;
+        if (i > 0) {
+          const uint64_t* parent =
+              bits.data() + (row_begin[s] + static_cast<int>(rng() % i)) * kAncestorWords;
+          std::copy(parent, parent + kAncestorWords, mine);
+        }
+        mine[i / 64] |= uint64_t{1} << (i % 64);
+      }
+    }
+  }
+
+  bool Sees(size_t s, int row, int key) const {
+    const int node = key - sequences[s].context;
+    if (node < 0) return true;
+    if (sequences[s].causal) return node <= row;
+    return (bits[(row_begin[s] + row) * kAncestorWords + node / 64] >> (node % 64) & 1) != 0;
+  }
+
+  // [rows, heads * latent]; rows of padding stay NaN.
+  std::vector<double> Exact() const {
+    std::vector<double> out(rows * heads * kLatent, std::numeric_limits<double>::quiet_NaN());
+    std::vector<float> key(kWidth);
+    for (size_t s = 0; s < sequences.size(); ++s) {
+      const int length = sequences[s].context + sequences[s].rows;
+      const int queries = sequences[s].rows * static_cast<int>(heads);
+      std::vector<double> top(queries, -std::numeric_limits<double>::infinity()), sum(queries, 0.0);
+      std::vector<double> acc(queries * kLatent, 0.0);
+      for (int k = 0; k < length; ++k) {
+        const uint16_t* from = pool.data() + table[s * stride + k] * kWidth;
+        for (int64_t c = 0; c < kWidth; ++c) key[c] = Bf16ToFloat(from[c]);
+        for (int i = 0; i < queries; ++i) {
+          if (!Sees(s, i / static_cast<int>(heads), k)) continue;
+          const float* query = q.data() + (row_begin[s] * heads + i) * kWidth;
+          double dot = 0;
+          for (int64_t c = 0; c < kWidth; ++c) dot += static_cast<double>(query[c]) * key[c];
+          dot *= scale;
+          if (dot > top[i]) {
+            const double factor = std::exp(top[i] - dot);
+            for (int64_t c = 0; c < kLatent; ++c) acc[i * kLatent + c] *= factor;
+            sum[i] *= factor;
+            top[i] = dot;
+          }
+          const double weight = std::exp(dot - top[i]);
+          sum[i] += weight;
+          for (int64_t c = 0; c < kLatent; ++c) acc[i * kLatent + c] += weight * key[c];
+        }
+      }
+      for (int i = 0; i < queries; ++i) {
+        for (int64_t c = 0; c < kLatent; ++c)
+          out[(row_begin[s] * heads + i) * kLatent + c] = acc[i * kLatent + c] / sum[i];
+      }
+    }
+    return out;
+  }
+
+  std::vector<uint16_t> Run() const {
+    const OnGpu<uint16_t> device_q(ToBf16(q)), device_pool(pool);
+    const OnGpu<uint8_t> device_causal(causal);
+    const OnGpu<int32_t> device_begin(row_begin), device_context(context), device_table(table);
+    const OnGpu<uint64_t> device_bits(bits);
+    const OnGpu<uint16_t> out(std::vector<uint16_t>(rows * heads * kLatent, kNan));
+    VerifyAttentionArgs args;
+    args.q = MakeTensor(device_q.data(), DType::kBF16, rows, heads * kWidth);
+    args.pool =
+        MakeTensor(device_pool.data(), DType::kBF16, static_cast<int64_t>(pool.size()) / kWidth, kWidth);
+    args.heads = heads;
+    args.latent = kLatent;
+    args.rope = kRope;
+    args.scale = scale;
+    args.sequences = static_cast<int64_t>(sequences.size());
+    args.row_begin = device_begin.data();
+    args.context_length = device_context.data();
+    args.causal = device_causal.data();
+    args.slot_table = device_table.data();
+    args.table_stride = stride;
+    args.ancestor_bits = device_bits.data();
+    args.out = MakeTensor(out.data(), DType::kBF16, rows, heads * kLatent);
+    REQUIRE(Gpu()->VerifyAttention(args).ok());
+    return out.Get();
+  }
+
+  int64_t heads, rows = 0, stride = 0;
+  std::vector<Sequence> sequences;
+  float scale = 0.0721688f;  // 192^-0.5
+  std::vector<int32_t> row_begin, context, table;
+  std::vector<uint8_t> causal;
+  std::vector<float> q;
+  std::vector<uint16_t> pool;
+  std::vector<uint64_t> bits;
+};
+
+void CheckAgainstExact(const Problem& problem) {
+  const std::vector<double> exact = problem.Exact();
+  const std::vector<uint16_t> got = problem.Run();
+  double error = 0, norm = 0;
+  size_t near = 0, count = 0;
+  bool padding_untouched = true;
+  for (size_t row = 0; row < exact.size(); row += kLatent) {
+    double largest = 0;
+    for (int64_t c = 0; c < kLatent; ++c) largest = std::max(largest, std::abs(exact[row + c]));
+    const double step = std::ldexp(1.0, (largest > 0 ? std::ilogb(largest) : -126) - 7);
+    for (int64_t c = 0; c < kLatent; ++c) {
+      const size_t i = row + c;
+      if (std::isnan(exact[i])) {
+        padding_untouched = padding_untouched && got[i] == kNan;
+        continue;
+      }
+      const double value = Bf16ToFloat(got[i]);
+      const double rounded = Bf16ToFloat(FloatToBf16(static_cast<float>(exact[i])));
+      error += (value - exact[i]) * (value - exact[i]);
+      norm += exact[i] * exact[i];
+      near += std::abs(value - rounded) <= step ? 1 : 0;
+      ++count;
+    }
+  }
+  CHECK(padding_untouched);
+  CHECK(std::sqrt(error / norm) < 4e-3);  // false for NaN
+  CHECK(static_cast<double>(near) >= 0.999 * static_cast<double>(count));
+}
+
+TEST_CASE("cuda: verify_attention on one sequence, for every head count") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(20);
+  CheckAgainstExact(Problem(rng, 8, {{1, 1000}}, 3000));
+  CheckAgainstExact(Problem(rng, 8, {{3, 777}}, 3000));
+  CheckAgainstExact(Problem(rng, 8, {{8, 4096}}, 9000));
+  CheckAgainstExact(Problem(rng, 16, {{5, 300}}, 3000));
+  CheckAgainstExact(Problem(rng, 32, {{2, 129}}, 3000));
+  CheckAgainstExact(Problem(rng, 64, {{3, 64}}, 3000));
+  CheckAgainstExact(Problem(rng, 2, {{256, 500}}, 3000));
+  CheckAgainstExact(Problem(rng, 8, {{64, 200}}, 3000));
+}
+
+TEST_CASE("cuda: verify_attention from an empty prefix to 262144 tokens") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(21);
+  CheckAgainstExact(Problem(rng, 8, {{1, 0}}, 100));
+  CheckAgainstExact(Problem(rng, 8, {{17, 0}}, 100));
+  CheckAgainstExact(Problem(rng, 8, {{1, 1}}, 100));
+  for (const int context : {15, 16, 17, 31, 48, 63, 1023})
+    CheckAgainstExact(Problem(rng, 8, {{2, context}}, 3000));
+  CheckAgainstExact(Problem(rng, 8, {{1, 262144}}, 2000));  // most slots many times over
+}
+
+TEST_CASE("cuda: verify_attention on ragged batches, chains and trees, with padding rows") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(22);
+  CheckAgainstExact(Problem(rng, 8, {{3, 100}, {64, 900}, {1, 0}, {17, 2001}}, 5000, 1.0f, 5));
+  CheckAgainstExact(Problem(rng, 8, {{70, 50, true}, {8, 333}, {33, 0, true}, {1, 5}}, 3000, 1.0f, 1));
+  std::vector<Sequence> many;
+  for (int i = 0; i < 70; ++i) many.push_back({i % 9 == 4 ? 0 : 1 + i % 2, (i * 37) % 150});
+  CheckAgainstExact(Problem(rng, 8, many, 3000, 1.0f, 3));
+}
+
+TEST_CASE("cuda: verify_attention on hostile scores") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(23);
+  CheckAgainstExact(Problem(rng, 8, {{9, 700}}, 3000, 100.0f));  // logits in the thousands: one key takes all
+  CheckAgainstExact(Problem(rng, 8, {{9, 700}}, 3000, 0.0f));    // all scores equal
+  Problem rising(rng, 8, {{4, 900}}, 3000);
+  // Keys whose scores rise along the sequence, so that the reference moves in every round.
+  std::fill(rising.q.begin(), rising.q.end(), 1.0f);
+  for (int i = 0; i < 904; ++i) {
+    uint16_t* key = rising.pool.data() + rising.table[i] * kWidth;
+    for (int64_t c = 0; c < kWidth; ++c)
+      key[c] = FloatToBf16(static_cast<float>(i) / 450.0f + 0.01f * static_cast<float>(c % 7));
+  }
+  CheckAgainstExact(rising);
+  Problem same_slot(rng, 8, {{5, 400}}, 3000);
+  std::fill(same_slot.table.begin(), same_slot.table.begin() + 400, same_slot.table[0]);
+  CheckAgainstExact(same_slot);
+}
+
+TEST_CASE("cuda: a row's bits depend on no other row's content") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(24);
+  Problem problem(rng, 8, {{5, 600}, {9, 450}}, 4000);
+  const std::vector<uint16_t> before = problem.Run();
+  CHECK(problem.Run() == before);
+  // Another query everywhere but in row 2 of the first sequence.
+  for (size_t i = 0; i < problem.q.size(); ++i) {
+    if (static_cast<int64_t>(i) / (8 * kWidth) != 2) problem.q[i] = std::nanf("");
+  }
+  const std::vector<uint16_t> after = problem.Run();
+  CHECK(std::equal(after.begin() + 2 * 8 * kLatent, after.begin() + 3 * 8 * kLatent,
+                   before.begin() + 2 * 8 * kLatent));
+}
+
+}  // namespace
+}  // namespace kdt::kernels::test
