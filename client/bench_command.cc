@@ -24,8 +24,7 @@ ABSL_FLAG(int, requests, 16, "requests in all");
 ABSL_FLAG(int, warmup, 1, "requests before those that count");
 ABSL_FLAG(int, prompt_tokens, 64, "length of the made-up prompts");
 ABSL_FLAG(int, output_tokens, 64, "tokens to generate each; with made-up prompts the end token is ignored");
-ABSL_FLAG(std::string, prompts, "",
-          "JSON file with a list of prompt texts, taken in turn, instead of made-up ones");
+ABSL_FLAG(std::string, prompts, "", "JSON file of prompt texts, taken in turn, instead of made-up ones");
 ABSL_FLAG(bool, json, false, "print one JSON object instead of the table");
 
 namespace kdt {
@@ -82,15 +81,17 @@ absl::StatusOr<std::vector<v1::GenerateRequest>> RequestsFromFile(const std::str
                                                                   const v1::GenerateRequest& base) {
   std::ifstream file(path);
   if (!file) return absl::NotFoundError(absl::StrCat("--prompts: cannot read ", path));
-  const nlohmann::json list = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json parsed = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json& list = parsed.is_object() && parsed.contains("prompts") ? parsed["prompts"] : parsed;
   const auto bad = [&] {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--prompts: ", path, " is not a list of texts (or of objects with a text \"prompt\")"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--prompts: ", path,
+        " is neither a list of texts (or of objects with a \"text\") nor an object with such \"prompts\""));
   };
   if (!list.is_array() || list.empty()) return bad();
   std::vector<v1::GenerateRequest> requests;
   for (const nlohmann::json& entry : list) {
-    const nlohmann::json& text = entry.is_object() && entry.contains("prompt") ? entry["prompt"] : entry;
+    const nlohmann::json& text = entry.is_object() && entry.contains("text") ? entry["text"] : entry;
     if (!text.is_string()) return bad();
     requests.push_back(base);
     requests.back().set_text(text.get<std::string>());

@@ -21,9 +21,8 @@ constexpr size_t kBatch = 8;
 std::vector<std::string> HeldOutPrompts() {
   std::ifstream file(std::string(KDT_SOURCE_DIR) + "/tests/bench/prompts/heldout.json");
   std::vector<std::string> prompts;
-  for (const auto& entry : nlohmann::json::parse(file)) {
-    prompts.push_back(entry.is_object() ? entry["prompt"].get<std::string>() : entry.get<std::string>());
-  }
+  const nlohmann::json parsed = nlohmann::json::parse(file);
+  for (const auto& entry : parsed["prompts"]) prompts.push_back(entry["text"].get<std::string>());
   return prompts;
 }
 
