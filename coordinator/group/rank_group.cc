@@ -114,6 +114,7 @@ void RankGroup::RunForming() {
   }
   step_ = 0;
   failed_ = false;
+  deaths_ = 0;
   progress_.assign(links_.size(), {});
   for (auto& link : links_) link->OpenStream(link->rank() == 0 ? &queue_ : &peers_queue_);
   {
@@ -148,11 +149,16 @@ bool RankGroup::PumpOne(grpc::CompletionQueue* queue, int64_t deadline_us) {
   const auto* event = static_cast<const RankLink::Tag*>(tag);
   RankLink* link = event->link;
   if (link->OnEvent(event->event, ok)) OnAnswer(link);
-  if (event->event == RankLink::Event::kFinished) {
-    SetFailure(link->rank(), absl::StrCat("the step stream ended: ", link->end_status().message()),
-               /*died=*/true);
-  }
+  if (event->event == RankLink::Event::kFinished) OnStreamEnded(*link);
   return true;
+}
+
+void RankGroup::OnStreamEnded(const RankLink& link) {
+  // When the launcher ends all workers behind a dead one, streams end shortly after another; whoever was
+  // first is to be named, and the others' ends may lie in their queue.
+  if (link.rank() == 0) DrainPeers();
+  SetFailure(link.rank(), absl::StrCat("the step stream ended: ", link.end_status().message()));
+  progress_[link.rank()].died = ++deaths_;
 }
 
 bool RankGroup::PumpAny(int64_t deadline_us) {
@@ -184,7 +190,7 @@ void RankGroup::CheckAnswer(uint32_t rank, const v1::StepResponse& response) {
     const bool waited = code == absl::StatusCode::kDeadlineExceeded ||
                         code == absl::StatusCode::kUnavailable || code == absl::StatusCode::kCancelled ||
                         code == absl::StatusCode::kAborted;
-    SetFailure(rank, absl::StrCat("step ", response.step(), " failed: ", response.error()), false, waited);
+    SetFailure(rank, absl::StrCat("step ", response.step(), " failed: ", response.error()), waited);
     return;
   }
   if (response.rank() != rank || response.step() != mine.answered + 1 || response.step() > step_) {
@@ -229,12 +235,11 @@ void RankGroup::UpdateStatus(uint32_t rank, const v1::StepResponse& response) {
   status.busy_ratio += std::max(0.0, busy_us);  // microseconds; Ranks() divides by the age
 }
 
-void RankGroup::SetFailure(uint32_t rank, std::string what, bool died, bool waited_for_peer) {
+void RankGroup::SetFailure(uint32_t rank, std::string what, bool waited_for_peer) {
   failed_ = true;
   RankProgress& mine = progress_[rank];
-  if (!mine.failure.empty() && !(died && mine.waited_for_peer)) return;  // the first reason counts
+  if (!mine.failure.empty() && !mine.waited_for_peer) return;  // the first reason of its own counts
   mine.failure = std::move(what);
-  mine.died = died;
   mine.waited_for_peer = waited_for_peer;
 }
 
@@ -313,7 +318,7 @@ uint32_t RankGroup::Culprit() const {
     }
     return -1;
   };
-  int rank = find([](const RankProgress& p) { return p.died; });
+  int rank = find([](const RankProgress& p) { return p.died == 1; });
   if (rank < 0) rank = find([](const RankProgress& p) { return !p.failure.empty() && !p.waited_for_peer; });
   if (rank < 0)
     rank = find([this](const RankProgress& p) { return p.answered < step_ && p.failure.empty(); });
@@ -335,7 +340,7 @@ absl::Status RankGroup::EndEpoch() {
   const std::string reason = absl::StrCat(links_[rank]->Name(), " (", links_[rank]->address(), "): ", what);
   {
     std::lock_guard lock(mutex_);
-    for (RankStatus& status : status_) status.up = status.rank != rank && !progress_[status.rank].died;
+    for (RankStatus& status : status_) status.up = status.rank != rank && progress_[status.rank].died == 0;
     status_[rank].last_error = what;
   }
   CloseStreams();

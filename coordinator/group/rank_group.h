@@ -52,7 +52,7 @@ class RankGroup : public Group {
     uint64_t digest = 0;    // after that step
     double busy_us = 0;
     std::string failure;           // empty: none
-    bool died = false;             // its stream ended
+    int died = 0;                  // its stream ended as the died-th of all; 0: it has not
     bool waited_for_peer = false;  // its failure is that another rank did not come
   };
 
@@ -66,7 +66,8 @@ class RankGroup : public Group {
   void CheckAnswer(uint32_t rank, const v1::StepResponse& response);
   void CompareDigest(uint32_t rank);
   void UpdateStatus(uint32_t rank, const v1::StepResponse& response);
-  void SetFailure(uint32_t rank, std::string what, bool died = false, bool waited_for_peer = false);
+  void SetFailure(uint32_t rank, std::string what, bool waited_for_peer = false);
+  void OnStreamEnded(const RankLink& link);
   bool AllAnswered(uint64_t step) const;
   // Ends the epoch: looks a moment for the rank that caused the failure, closes the streams, sets kDown.
   absl::Status EndEpoch();
@@ -76,8 +77,8 @@ class RankGroup : public Group {
 
   const RankGroupOptions options_;
   std::vector<std::unique_ptr<RankLink>> links_;
-  // Rank 0's answers have a queue of their own, so that those of the others, which may wait until the next step
-  // is on its way, are never handled in front of them.
+  // Rank 0's answers have a queue of their own, so that those of the others, which may wait until the next
+  // step is on its way, are never handled in front of them.
   grpc::CompletionQueue queue_;
   grpc::CompletionQueue peers_queue_;
 
@@ -96,6 +97,7 @@ class RankGroup : public Group {
   uint64_t step_ = 0;  // last step sent in this epoch
   int64_t sent_us_ = 0;
   bool failed_ = false;
+  int deaths_ = 0;
   std::vector<RankProgress> progress_;
   v1::StepResponse rank0_;            // its last answer
   v1::StepResponse scratch_;          // of the others

@@ -150,6 +150,7 @@ TEST_CASE("before the group serves, and after it is lost: UNAVAILABLE") {
   Service service;
   std::vector<v1::GenerateResponse> responses;
   CHECK(service.Run(Request(5), &responses).error_code() == grpc::StatusCode::UNAVAILABLE);
+  service.harness.group.step_time = std::chrono::milliseconds(2);
   std::atomic<bool> fail{false};
   service.harness.group.on_step = [&](const v1::StepRequest&) {
     return fail ? absl::UnavailableError("rank 3 (unix:/tmp/rank3.sock) is gone") : absl::OkStatus();
@@ -167,10 +168,7 @@ TEST_CASE("before the group serves, and after it is lost: UNAVAILABLE") {
 
 TEST_CASE("deadlines and cancellations free the request") {
   Service service;
-  service.harness.group.on_step = [](const v1::StepRequest&) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    return absl::OkStatus();
-  };
+  service.harness.group.step_time = std::chrono::milliseconds(2);
   service.harness.Start();
   std::vector<v1::GenerateResponse> responses;
   grpc::ClientContext context;

@@ -5,6 +5,7 @@ namespace kdt::testing {
 
 TEST_CASE("without rejoin a lost group ends every request with UNAVAILABLE") {
   Harness harness;
+  harness.group.step_time = std::chrono::milliseconds(2);
   std::atomic<bool> fail{false};
   harness.group.on_step = [&](const v1::StepRequest&) {
     return fail ? absl::UnavailableError("rank 3 is gone") : absl::OkStatus();
@@ -57,6 +58,7 @@ TEST_CASE("with rejoin streams go on, no token repeated or missing") {
 
 TEST_CASE("an answer that does not fit its step ends the epoch") {
   Harness harness;
+  harness.group.step_time = std::chrono::milliseconds(2);
   std::atomic<bool> spoil{false};
   harness.group.on_answer = [&](v1::StepResponse* response) {
     if (spoil && response->results_size() > 0) response->mutable_results(0)->add_tokens(5);

@@ -14,6 +14,7 @@ TEST_CASE("metrics count what was done") {
   options.speculation.budget = 16;
   options.max_waiting = 2;
   Harness harness(toy, options);
+  harness.group.step_time = std::chrono::milliseconds(2);
   harness.group.Form();
   RequestSpec spec = Spec(Prompt(40), 30);
   const auto first = harness.Submit(spec);

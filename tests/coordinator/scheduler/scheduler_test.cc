@@ -175,6 +175,7 @@ TEST_CASE("larger priority first, then arrival") {
 
 TEST_CASE("cancelling frees the slots with the next step") {
   Harness harness;
+  harness.group.step_time = std::chrono::milliseconds(2);
   harness.Start();
   const auto client = harness.Submit(Spec(Prompt(20), 900));
   REQUIRE(client->WaitTokens(0, 3));
@@ -191,6 +192,7 @@ TEST_CASE("cancelling frees the slots with the next step") {
 
 TEST_CASE("a client that reads too slowly loses its request, not the others theirs") {
   Harness harness;
+  harness.group.step_time = std::chrono::milliseconds(2);
   harness.Start();
   const auto slow = harness.Submit(Spec(Prompt(20), 900));
   const RequestSpec spec = Spec(Prompt(20, 3), 50);
@@ -203,6 +205,7 @@ TEST_CASE("a client that reads too slowly loses its request, not the others thei
 
 TEST_CASE("a request that the ranks fail ends alone") {
   Harness harness;
+  harness.group.step_time = std::chrono::milliseconds(2);
   std::atomic<bool> spoil{false};
   harness.group.on_answer = [&](v1::StepResponse* response) {
     for (auto& result : *response->mutable_results()) {

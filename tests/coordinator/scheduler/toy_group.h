@@ -2,9 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <mutex>
 #include <string>
+#include <thread>
 
 #include "tests/coordinator/scheduler/toy_rank.h"
 
@@ -19,6 +21,8 @@ class ToyGroup : public Group {
   // May change an answer.
   std::function<void(v1::StepResponse*)> on_answer;
   std::function<void()> on_change;
+  // How long a step takes; long enough for a test to act while a request runs.
+  std::chrono::microseconds step_time{0};
 
   ToyRank& rank() { return rank_; }
   uint64_t steps() const { return steps_; }
@@ -51,6 +55,7 @@ class ToyGroup : public Group {
   }
   absl::Status Receive(v1::StepResponse* response) override {
     ++steps_;
+    std::this_thread::sleep_for(step_time);
     absl::Status status = on_step ? on_step(sent_) : absl::OkStatus();
     if (status.ok()) {
       status = rank_.Step(sent_, response);
