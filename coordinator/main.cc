@@ -30,7 +30,7 @@
 #include "coordinator/scheduler/tree_recorder.h"
 
 ABSL_FLAG(std::string, model, "", "folder of the target checkpoint (configuration and tokenizer are read)");
-ABSL_FLAG(std::string, drafter, "", "folder of the drafter; the workers load it");
+ABSL_FLAG(std::string, drafter, "", "folder of the drafter that the workers are expected to have loaded");
 ABSL_FLAG(std::vector<std::string>, workers, {}, "addresses of the workers by rank: unix:PATH or HOST:PORT");
 ABSL_FLAG(std::string, listen, "127.0.0.1:50051", "HOST:PORT of the public API; port 0 takes a free one");
 ABSL_FLAG(int, metrics_port, -1, "port of /metrics; 0 takes a free one, -1: none");
@@ -199,6 +199,9 @@ absl::StatusOr<int> Serve() {
     server->SetServing(serving && !stop);
     if (serving && !announced) {
       announced = true;
+      if (!absl::GetFlag(FLAGS_drafter).empty() && group.limits().draft_block_size == 0) {
+        spdlog::warn("--drafter is given, but the workers have loaded none: there is no speculation");
+      }
       std::printf("kdt-coordinator ready listen=%s\n", server->address().ToString().c_str());
       std::fflush(stdout);
     }

@@ -29,7 +29,8 @@ bool ResponseQueue::Push(v1::GenerateResponse&& response) {
   std::lock_guard lock(mutex_);
   if (writer_ == nullptr || ended_) return true;  // nobody listens; the cancellation is on its way
   buffered_bytes_ += response.ByteSizeLong();
-  if (buffered_bytes_ > kMaxBufferedBytes) return false;
+  // One answer alone may be larger, as the log-probabilities of a long prompt are.
+  if (buffered_bytes_ > kMaxBufferedBytes && !waiting_.empty()) return false;
   const bool joins = write_pending_ && response.has_chunk() && !waiting_.empty() &&
                      waiting_.back().has_chunk() && waiting_.back().index() == response.index();
   if (joins) {

@@ -13,6 +13,8 @@ namespace kdt {
 namespace {
 
 constexpr std::chrono::milliseconds kIdlePoll{50};  // how late a rank's death is seen while nothing runs
+// While nothing runs, an empty step this often proves that every rank still answers.
+constexpr int64_t kHeartbeatUs = 1'000'000;
 constexpr int64_t kFormRetryUs = 500'000;
 constexpr uint32_t kExpectedAnswer = 1024;  // tokens to reserve neighbouring slots for
 
@@ -33,7 +35,8 @@ void Scheduler::Run() {
       for (Sample* sample : preempted_) Enqueue(sample);
       preempted_.clear();
       UpdateCounts();
-      if (!plan_.empty() || step_.ops_size() > 0) {
+      const bool beat = MonotonicMicros() - last_step_us_ >= kHeartbeatUs;
+      if (!plan_.empty() || step_.ops_size() > 0 || beat) {
         RunStep();
         continue;
       }
@@ -92,6 +95,7 @@ bool Scheduler::GroupServes() {
     epoch_ = group_->epoch();
     limits_ = group_->limits();
     store_.Reset(limits_);
+    last_step_us_ = MonotonicMicros();
     speculator_.Reset(limits_);
     builder_.Reset(limits_);
     metrics_.SetGroup(epoch_, group_->Ranks());
@@ -244,6 +248,7 @@ void Scheduler::StartSample(Sample* sample, const std::vector<LiveSequence>& liv
 }
 
 void Scheduler::RunStep() {
+  last_step_us_ = MonotonicMicros();
   const absl::Status sent = group_->Send(&step_);
   DeliverGains();  // the last step's texts, while the ranks compute
   const absl::Status received = sent.ok() ? group_->Receive(&answer_) : sent;
@@ -259,6 +264,7 @@ void Scheduler::RunStep() {
     LoseGroup();
     return;
   }
+  if (plan_.empty()) return;
   metrics_.StepDone(group_->last_cost());
   if (speculator_.decision().total_nodes > 0) metrics_.TreesBuilt(speculator_.last_build_us() * 1e-6);
   speculator_.ObserveStep(group_->last_cost(), answer_.timings().draft_us());

@@ -141,7 +141,9 @@ bool Tokenizer::IsSkippedSpecial(uint32_t id) const {
 
 absl::StatusOr<uint32_t> Tokenizer::SpecialId(std::string_view name) const {
   const std::optional<uint32_t> id = impl_->specials.Find(name);
-  if (!id) return absl::NotFoundError(absl::StrCat("the vocabulary has no control token \"", std::string(name), "\""));
+  if (!id)
+    return absl::NotFoundError(
+        absl::StrCat("the vocabulary has no control token \"", std::string(name), "\""));
   return *id;
 }
 

@@ -22,6 +22,17 @@ TEST_CASE("without rejoin a lost group ends every request with UNAVAILABLE") {
   CHECK(absl::IsUnavailable(refused.status()));
 }
 
+TEST_CASE("a rank that stops answering is noticed while nothing runs") {
+  Harness harness;
+  harness.group.on_step = [](const v1::StepRequest& step) {
+    CHECK(step.prefill_size() + step.verify_size() == 0);
+    return absl::UnavailableError("rank 2 does not answer");
+  };
+  harness.Start();
+  for (int i = 0; i < 4000 && !harness.lost; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK(harness.lost);
+}
+
 TEST_CASE("with rejoin streams go on, no token repeated or missing") {
   ToyOptions toy;
   toy.block_size = 8;
