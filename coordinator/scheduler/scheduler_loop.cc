@@ -74,6 +74,7 @@ bool Scheduler::TakeCommands() {
 }
 
 void Scheduler::WaitForWork() {
+  last_step_us_ = 0;
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, kIdlePoll, [this] { return woken_ || stop_; });
 }
@@ -267,8 +268,13 @@ void Scheduler::RunStep() {
   if (plan_.empty()) return;
   metrics_.StepDone(group_->last_cost());
   if (speculator_.decision().total_nodes > 0) metrics_.TreesBuilt(speculator_.last_build_us() * 1e-6);
-  speculator_.ObserveStep(group_->last_cost(), answer_.timings().draft_us());
   const int64_t now_us = MonotonicMicros();
+  // While steps follow one another, a step costs what passes from one answer to the next, this side's work
+  // included: that is what a token more saves.
+  const double step_us =
+      last_step_us_ > 0 ? static_cast<double>(now_us - last_step_us_) : group_->last_cost().round_trip_us;
+  last_step_us_ = now_us;
+  speculator_.ObserveStep(step_us, answer_.timings().draft_us());
   for (Gained& gained : gained_) {
     Sample* sample = gained.sample;
     gained.first = sample->first_token_us == 0;

@@ -115,9 +115,9 @@ void Speculator::LogDecision() {
   }
 }
 
-void Speculator::ObserveStep(const StepCost& cost, double draft_us) {
+void Speculator::ObserveStep(double step_us, double draft_us) {
   if (shape_.batch == 0) return;
-  controller_.ObserveStep(shape_, drafted_, cost.round_trip_us - draft_us, draft_us);
+  controller_.ObserveStep(shape_, drafted_, step_us - draft_us, draft_us);
 }
 
 void Speculator::ObserveTree(const Sample& sample, std::span<const uint32_t> accepted_nodes) {

@@ -35,8 +35,9 @@ class Speculator {
   // Guesses a position to ask the drafter for behind the sample's next token; 0: no draft. After Plan.
   uint32_t DraftTopK(const Sample& sample) const;
 
-  // After the step of the last Plan. `cost`: its duration; `draft_us` of it was the drafter's.
-  void ObserveStep(const StepCost& cost, double draft_us);
+  // After the step of the last Plan. `step_us`: its duration, the coordinator's part included; `draft_us` of
+  // it was the drafter's.
+  void ObserveStep(double step_us, double draft_us);
   void ObserveTree(const Sample& sample, std::span<const uint32_t> accepted_nodes);
 
   const BudgetDecision& decision() const { return decision_; }
