@@ -121,7 +121,7 @@ class Scheduler {
   std::vector<Sample*> running_;  // seniors first
   SequenceStore store_;
   Speculator speculator_;
-  int64_t last_step_us_ = 0;  // when the last step's answer was taken in; 0: the loop has been idle since
+  int64_t step_taken_us_ = 0;  // when the last step's answer was taken in; 0: the loop has been idle since
   StepBuilder builder_;
   v1::StepRequest step_;
   v1::StepResponse answer_;

@@ -74,7 +74,7 @@ bool Scheduler::TakeCommands() {
 }
 
 void Scheduler::WaitForWork() {
-  last_step_us_ = 0;
+  step_taken_us_ = 0;
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, kIdlePoll, [this] { return woken_ || stop_; });
 }
@@ -272,8 +272,8 @@ void Scheduler::RunStep() {
   // While steps follow one another, a step costs what passes from one answer to the next, this side's work
   // included: that is what a token more saves.
   const double step_us =
-      last_step_us_ > 0 ? static_cast<double>(now_us - last_step_us_) : group_->last_cost().round_trip_us;
-  last_step_us_ = now_us;
+      step_taken_us_ > 0 ? static_cast<double>(now_us - step_taken_us_) : group_->last_cost().round_trip_us;
+  step_taken_us_ = now_us;
   speculator_.ObserveStep(step_us, answer_.timings().draft_us());
   for (Gained& gained : gained_) {
     Sample* sample = gained.sample;
