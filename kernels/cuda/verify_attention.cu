@@ -75,11 +75,19 @@ cudaError_t Run(const Launch& launch, const kernels::VerifyAttentionArgs& args) 
   config.stream = launch.stream;
   config.attrs = &overlap;
   config.numAttrs = 1;
-  // One or two query tiles have many splits each: more warps share them.
-  const bool few = args.q.rows * args.heads <= 2 * C::kTileRows;
-  config.blockDim = dim3(few ? 512 : 128);
-  return few ? cudaLaunchKernelEx(&config, VerifyReduce<C, 16>, p)
-             : cudaLaunchKernelEx(&config, VerifyReduce<C, 4>, p);
+  // The fewer query tiles, the more splits each has and the more warps share them; all blocks run in one
+  // wave.
+  const int64_t rows = args.q.rows * args.heads;
+  if (rows <= C::kTileRows) {
+    config.blockDim = dim3(512);
+    return cudaLaunchKernelEx(&config, VerifyReduce<C, 16>, p);
+  }
+  if (rows <= 2 * C::kTileRows) {
+    config.blockDim = dim3(256);
+    return cudaLaunchKernelEx(&config, VerifyReduce<C, 8>, p);
+  }
+  config.blockDim = dim3(128);
+  return cudaLaunchKernelEx(&config, VerifyReduce<C, 4>, p);
 }
 
 }  // namespace

@@ -14,7 +14,8 @@ namespace kdt::cuda {
 inline constexpr int kMaxSplits = 512;
 inline constexpr int kAtOnce = 8;  // loads a lane has in flight
 
-// kWarps warps share a tile's splits: 16 for one or two query tiles, fewer where tiles alone fill the chip.
+// kReduceWarps warps share a tile's splits: 16 for one query tile, 8 for two, 4 where tiles alone fill the
+// chip.
 template <class C, int kReduceWarps>
 __global__ void __launch_bounds__(32 * kReduceWarps) VerifyReduce(const __grid_constant__ VerifyParams p) {
   constexpr int kPieces = C::kTileRows * 2;  // blocks a tile
