@@ -131,7 +131,7 @@ class Scheduler {
   GroupLimits limits_;
   uint64_t epoch_ = 0;  // of the group that store_ mirrors; 0: none
   bool lost_ = false;   // for good
-  int64_t last_step_us_ = 0;
+  int64_t last_sent_us_ = 0;
   int64_t retry_forming_us_ = 0;
 };
 

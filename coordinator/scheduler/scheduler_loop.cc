@@ -16,6 +16,7 @@ constexpr std::chrono::milliseconds kIdlePoll{50};  // how late a rank's death i
 // While nothing runs, an empty step this often proves that every rank still answers.
 constexpr int64_t kHeartbeatUs = 1'000'000;
 constexpr int64_t kFormRetryUs = 500'000;
+constexpr uint64_t kHeadroomTokens = 32;    // for each running sample
 constexpr uint32_t kExpectedAnswer = 1024;  // tokens to reserve neighbouring slots for
 
 double Seconds(int64_t from_us, int64_t to_us) {
@@ -35,7 +36,7 @@ void Scheduler::Run() {
       for (Sample* sample : preempted_) Enqueue(sample);
       preempted_.clear();
       UpdateCounts();
-      const bool beat = MonotonicMicros() - last_step_us_ >= kHeartbeatUs;
+      const bool beat = MonotonicMicros() - last_sent_us_ >= kHeartbeatUs;
       if (!plan_.empty() || step_.ops_size() > 0 || beat) {
         RunStep();
         continue;
@@ -96,7 +97,7 @@ bool Scheduler::GroupServes() {
     epoch_ = group_->epoch();
     limits_ = group_->limits();
     store_.Reset(limits_);
-    last_step_us_ = MonotonicMicros();
+    last_sent_us_ = MonotonicMicros();
     speculator_.Reset(limits_);
     builder_.Reset(limits_);
     metrics_.SetGroup(epoch_, group_->Ranks());
@@ -206,7 +207,8 @@ bool Scheduler::HasRoomFor(const Sample& sample, const std::vector<LiveSequence>
   claimed += store_.ledger().HeldBy(ids);
   const uint64_t slots = store_.ledger().slots();
   const uint64_t available = slots - std::min(slots, claimed);
-  const uint64_t needed = sample.tokens.size();
+  // Room to grow for a while, or whoever is admitted would be preempted again at once.
+  const uint64_t needed = sample.tokens.size() + kHeadroomTokens * (running_.size() + 1);
   return needed <= available || needed - SequenceStore::SharedWithLive(sample.tokens, live) <= available;
 }
 
@@ -249,7 +251,7 @@ void Scheduler::StartSample(Sample* sample, const std::vector<LiveSequence>& liv
 }
 
 void Scheduler::RunStep() {
-  last_step_us_ = MonotonicMicros();
+  last_sent_us_ = MonotonicMicros();
   const absl::Status sent = group_->Send(&step_);
   DeliverGains();  // the last step's texts, while the ranks compute
   const absl::Status received = sent.ok() ? group_->Receive(&answer_) : sent;

@@ -110,7 +110,7 @@ void Speculator::LogDecision() {
   if (automatic && now_us - logged_us_ >= kLogEveryUs) {
     logged_us_ = now_us;
     spdlog::info("{}", decision_.ToString());
-  } else {
+  } else if (spdlog::should_log(spdlog::level::debug)) {
     spdlog::debug("{}", decision_.ToString());
   }
 }

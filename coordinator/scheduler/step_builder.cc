@@ -18,6 +18,9 @@ void StepBuilder::Build(std::vector<Sample*>* running, v1::StepRequest* request,
   roots_.clear();
   reserved_slots_ = 0;
   rows_left_ = limits_.max_rows;
+  // Were the most senior sample's prompt to come behind the others' roots, they could take every slot from
+  // it.
+  if (!running->empty() && !running->front()->decoding()) AddChunk(running->front());
   AddRoots();
   PlanTrees();
   AddChunks();
@@ -41,7 +44,8 @@ void StepBuilder::AddRoots() {
 uint32_t StepBuilder::WantedChunkRows() const {
   uint64_t wanted = 0;
   for (const Sample* sample : *running_) {
-    if (!sample->decoding()) wanted += std::min(sample->pending(), prefill_chunk_);
+    const bool planned = !planned_.empty() && planned_.front() == sample;
+    if (!sample->decoding() && !planned) wanted += std::min(sample->pending(), prefill_chunk_);
   }
   return static_cast<uint32_t>(std::min<uint64_t>(wanted, rows_left_ / 2));
 }
@@ -68,33 +72,37 @@ void StepBuilder::PlanTrees() {
 void StepBuilder::AddChunks() {
   for (size_t i = 0; i < running_->size() && rows_left_ > 0; ++i) {
     Sample* sample = (*running_)[i];
-    if (sample->decoding()) continue;
-    const uint32_t wanted = std::min({sample->pending(), prefill_chunk_, rows_left_});
-    store_->MakeRoom(reserved_slots_ + wanted);
-    const uint64_t free = store_->free_slots() - reserved_slots_;
-    const uint32_t rows = std::max<uint32_t>(1, static_cast<uint32_t>(std::min<uint64_t>(wanted, free)));
-    if (!Reserve(sample, rows)) continue;
-    rows_left_ -= rows;
-    planned_.push_back(sample);
-
-    const RequestSpec& spec = sample->request->spec;
-    PlanItem item{sample, /*tree=*/false, rows == sample->pending(), false, sample->committed, rows};
-    v1::PrefillChunk* chunk = request_->add_prefill();
-    chunk->set_sequence_id(sample->sequence_id);
-    chunk->set_start(sample->committed);
-    const auto first = sample->tokens.begin() + sample->committed;
-    chunk->mutable_tokens()->Add(first, first + rows);
-    chunk->set_sample(item.samples);
-    if (item.samples) chunk->set_draft_top_k(speculator_->DraftTopK(*sample));
-    // Sample 0 tells them for all; rows from the last prompt token on predict generated tokens.
-    if (spec.prompt_logprobs > 0 && sample->index == 0 && sample->committed + 1 < sample->prompt_length()) {
-      chunk->set_prompt_logprobs(spec.prompt_logprobs);
-      if (!item.samples) chunk->set_next_token(sample->tokens[sample->committed + rows]);
-      item.has_result = true;
-    }
-    item.has_result = item.has_result || item.samples;
-    plan_->push_back(item);
+    const bool planned = !planned_.empty() && planned_.front() == sample;
+    if (!sample->decoding() && !planned) AddChunk(sample);
   }
+}
+
+void StepBuilder::AddChunk(Sample* sample) {
+  const uint32_t wanted = std::min({sample->pending(), prefill_chunk_, rows_left_});
+  store_->MakeRoom(reserved_slots_ + wanted);
+  const uint64_t free = store_->free_slots() - reserved_slots_;
+  const uint32_t rows = std::max<uint32_t>(1, static_cast<uint32_t>(std::min<uint64_t>(wanted, free)));
+  if (!Reserve(sample, rows)) return;
+  rows_left_ -= rows;
+  planned_.push_back(sample);
+
+  const RequestSpec& spec = sample->request->spec;
+  PlanItem item{sample, /*tree=*/false, rows == sample->pending(), false, sample->committed, rows};
+  v1::PrefillChunk* chunk = request_->add_prefill();
+  chunk->set_sequence_id(sample->sequence_id);
+  chunk->set_start(sample->committed);
+  const auto first = sample->tokens.begin() + sample->committed;
+  chunk->mutable_tokens()->Add(first, first + rows);
+  chunk->set_sample(item.samples);
+  if (item.samples) chunk->set_draft_top_k(speculator_->DraftTopK(*sample));
+  // Sample 0 tells them for all; rows from the last prompt token on predict generated tokens.
+  if (spec.prompt_logprobs > 0 && sample->index == 0 && sample->committed + 1 < sample->prompt_length()) {
+    chunk->set_prompt_logprobs(spec.prompt_logprobs);
+    if (!item.samples) chunk->set_next_token(sample->tokens[sample->committed + rows]);
+    item.has_result = true;
+  }
+  item.has_result = item.has_result || item.samples;
+  plan_->push_back(item);
 }
 
 void StepBuilder::AddTreeItem(Sample* sample) {

@@ -41,6 +41,7 @@ class StepBuilder {
   uint32_t WantedChunkRows() const;
   void PlanTrees();
   void AddChunks();
+  void AddChunk(Sample* sample);
   void AddTreeItem(Sample* sample);
 
   SequenceStore* store_;
