@@ -58,3 +58,23 @@ GOOD = {
         example("multi-node"), {"multiNode": {"tlsSecretName": "", "allowPlaintext": True, "nodes": 4}}
     ),
 }
+
+# Flags that the chart passes and the programs do not have yet: TLS and keys on the public port, the health-only port,
+# mutual TLS between coordinator and workers on TCP.
+COMING = {
+    ("kdt-coordinator", "health_listen"),
+    ("kdt-coordinator", "tls_cert"),
+    ("kdt-coordinator", "tls_key"),
+    ("kdt-coordinator", "tls_client_ca"),
+    ("kdt-coordinator", "api_keys_file"),
+    ("kdt-coordinator", "workers_tls_cert"),
+    ("kdt-coordinator", "workers_tls_key"),
+    ("kdt-coordinator", "workers_tls_ca"),
+    ("kdt-worker", "tls_cert"),
+    ("kdt-worker", "tls_key"),
+    ("kdt-worker", "tls_client_ca"),
+    ("kdt", "tls_ca"),
+    ("kdt", "tls_cert"),
+    ("kdt", "tls_key"),
+    ("kdt", "api_key_file"),
+}

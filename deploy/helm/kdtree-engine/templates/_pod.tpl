@@ -109,6 +109,7 @@ name: copy-model
 command: [/opt/kdtree-engine/bin/copy-model, /source, /models]
 resources: {{ toYaml .Values.model.copy.resources | nindent 2 }}
 volumeMounts:
+  - {name: tmp, mountPath: /tmp}
   - {name: model-source, mountPath: /source, readOnly: true}
   - {name: model, mountPath: /models}
 {{- end }}
