@@ -1,0 +1,73 @@
+// A worker dies while requests run and the launcher restarts the group: the streams go on, and the tokens are
+// those of a run that nothing disturbed.
+#include <signal.h>
+
+#include <atomic>
+#include <thread>
+
+#include "tests/support/catch.h"
+#include "tests/support/cluster.h"
+
+namespace kdt::testing {
+namespace {
+
+v1::GenerateRequest Request(uint32_t first, uint32_t max_tokens) {
+  v1::GenerateRequest request;
+  for (const uint32_t id : {first, 80U, 91U, 337U, 269U}) request.mutable_token_ids()->add_ids(id);
+  request.mutable_sampling()->set_temperature(0.8F);
+  request.mutable_sampling()->set_seed(first);
+  request.mutable_stop()->set_max_tokens(max_tokens);
+  request.mutable_stop()->set_ignore_eos(true);
+  request.mutable_output()->set_logprobs(1);
+  return request;
+}
+
+}  // namespace
+
+TEST_CASE("after a restart of the group every stream goes on without a repeated or missing token") {
+  constexpr uint32_t kRequests = 3;
+  constexpr uint32_t kTokens = 1500;
+  Cluster cluster({GoldenModel(), GoldenDrafter(), 2, {"--on_loss=restart", "--budget=7"}});
+  std::vector<Sample> disturbed[kRequests];
+  grpc::Status statuses[kRequests];
+  std::atomic<uint64_t> seen{0};
+  std::vector<std::thread> clients;
+  for (uint32_t i = 0; i < kRequests; ++i) {
+    clients.emplace_back([&, i] {
+      grpc::ClientContext context;
+      auto reader = cluster.stub().Generate(&context, Request(700 + i, kTokens));
+      v1::GenerateResponse response;
+      disturbed[i].resize(1);
+      while (reader->Read(&response)) {
+        const v1::Chunk& chunk = response.chunk();
+        disturbed[i][0].tokens.insert(disturbed[i][0].tokens.end(), chunk.token_ids().begin(),
+                                      chunk.token_ids().end());
+        disturbed[i][0].logprobs.insert(disturbed[i][0].logprobs.end(), chunk.logprobs().begin(),
+                                        chunk.logprobs().end());
+        seen += static_cast<uint64_t>(chunk.token_ids_size());
+      }
+      statuses[i] = reader->Finish();
+    });
+  }
+  while (seen < 300) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  REQUIRE(kill(cluster.WorkerPids().at(1), SIGKILL) == 0);
+  for (std::thread& client : clients) client.join();
+
+  v1::ClusterInfo info;
+  grpc::ClientContext context;
+  REQUIRE(cluster.stub().GetClusterInfo(&context, {}, &info).ok());
+  INFO(cluster.Log());
+  CHECK(info.epoch() == 2);
+  for (uint32_t i = 0; i < kRequests; ++i) {
+    REQUIRE(statuses[i].ok());
+    std::vector<Sample> whole;
+    REQUIRE(Generate(cluster.stub(), Request(700 + i, kTokens), &whole).ok());
+    CHECK(disturbed[i][0].tokens == whole[0].tokens);
+    REQUIRE(disturbed[i][0].logprobs.size() == whole[0].logprobs.size());
+    for (size_t t = 0; t < whole[0].logprobs.size(); ++t) {
+      CHECK(disturbed[i][0].logprobs[t].SerializeAsString() == whole[0].logprobs[t].SerializeAsString());
+    }
+  }
+}
+
+}  // namespace kdt::testing
