@@ -205,9 +205,4 @@ cudaError_t Gemm(const Launch& launch, const kernels::GemmArgs& args) {
   return wide ? ForRows<bf16, 4>(launch, p) : ForRows<bf16, 1>(launch, p);
 }
 
-size_t GemmWorkspace(int processors, int64_t rows) {
-  // splits * outs <= (2 * processors / tiles) * tiles * outs a tile, and kMaxSplits times an output at least.
-  return static_cast<size_t>(rows) * 4 * 2 * processors * 4 * kOuts;
-}
-
 }  // namespace kdt::cuda

@@ -49,10 +49,7 @@ cudaError_t LogitsTopK(const Launch& launch, const kernels::LogitsTopKArgs& args
 cudaError_t GumbelArgmax(const Launch& launch, const kernels::GumbelArgmaxArgs& args);
 cudaError_t TreeWalk(const Launch& launch, const kernels::TreeWalkArgs& args);
 
-// Bytes of workspace the ops above need for steps of up to `rows` rows. Shapes beyond the model's sizes that
-// a worker serves are the caller's to add.
-size_t VerifyAttentionWorkspace(int processors, int64_t rows, int64_t heads, int64_t sequences);
-size_t GemmWorkspace(int processors, int64_t rows);
+// Bytes of workspace of the two ops whose need grows fastest with the rows.
 size_t DraftAttentionWorkspace(int64_t sequences, int64_t block, int64_t heads, int64_t kv_heads,
                                int64_t dim);
 size_t MoeWorkspace(int64_t rows, int64_t top_k, int64_t inner, int64_t hidden);

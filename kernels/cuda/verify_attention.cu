@@ -105,11 +105,4 @@ cudaError_t VerifyAttention(const Launch& launch, const kernels::VerifyAttention
   return Run<Large>(launch, args);
 }
 
-size_t VerifyAttentionWorkspace(int processors, int64_t rows, int64_t heads, int64_t sequences) {
-  const size_t small = WorkspaceBytes<Small>(processors, rows, heads, sequences);
-  const size_t middle = WorkspaceBytes<Middle>(processors, rows, heads, sequences);
-  const size_t large = WorkspaceBytes<Large>(processors, rows, heads, sequences);
-  return small > middle ? (small > large ? small : large) : (middle > large ? middle : large);
-}
-
 }  // namespace kdt::cuda

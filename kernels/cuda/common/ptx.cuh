@@ -27,17 +27,9 @@ __device__ __forceinline__ void CopyAsync16(uint32_t dst, const void* src) {
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void CopyAsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLeft>
-__device__ __forceinline__ void CopyAsyncWait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
 
 __device__ __forceinline__ void BarrierInit(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void BarrierInvalidate(uint32_t barrier) {
-  asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier) : "memory");
@@ -100,19 +92,8 @@ __device__ __forceinline__ void StoreShared4U(uint32_t address, const uint4& v) 
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
-__device__ __forceinline__ void StoreShared2(uint32_t address, uint32_t a, uint32_t b) {
-  asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
-}
 __device__ __forceinline__ void StoreShared(uint32_t address, float a) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
-}
-__device__ __forceinline__ void StoreSharedByte(uint32_t address, int a) {
-  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(a) : "memory");
-}
-__device__ __forceinline__ uint32_t LoadSharedU(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
 }
 __device__ __forceinline__ float4 LoadShared4(uint32_t address) {
   float4 v;

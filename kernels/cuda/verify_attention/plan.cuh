@@ -24,6 +24,11 @@ struct Item {
   int begin, end;  // keys of the split (by_tile false only)
 };
 
+// flat / heads, exact for flat < 2^21.
+__device__ inline int RowOf(const VerifyParams& p, int flat) {
+  return static_cast<int>((static_cast<float>(flat) + 0.5f) * p.heads_inverse);
+}
+
 // Lengths are counted in tiles of keys, so that all products fit 32 bits (262144 tokens are 16384 tiles).
 __device__ inline int KeyTiles(int length) { return (length + kTileKeys - 1) / kTileKeys; }
 

@@ -65,5 +65,6 @@ class Bench {
 void BenchVerifyAttention(Bench& bench);
 void BenchMoe(Bench& bench);
 void BenchGemm(Bench& bench);
+void BenchSmallOps(Bench& bench);
 
 }  // namespace kdt::bench

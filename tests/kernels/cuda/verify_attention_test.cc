@@ -198,6 +198,8 @@ TEST_CASE("cuda: verify_attention on ragged batches, chains and trees, with padd
   std::mt19937 rng(22);
   CheckAgainstExact(Problem(rng, 8, {{3, 100}, {64, 900}, {1, 0}, {17, 2001}}, 5000, 1.0f, 5));
   CheckAgainstExact(Problem(rng, 8, {{70, 50, true}, {8, 333}, {33, 0, true}, {1, 5}}, 3000, 1.0f, 1));
+  // One sequence takes nearly all splits of a launch that has many query tiles.
+  CheckAgainstExact(Problem(rng, 8, {{64, 10}, {1, 20000}}, 9000));
   std::vector<Sequence> many;
   for (int i = 0; i < 70; ++i) many.push_back({i % 9 == 4 ? 0 : 1 + i % 2, (i * 37) % 150});
   CheckAgainstExact(Problem(rng, 8, many, 3000, 1.0f, 3));

@@ -1,0 +1,285 @@
+// The value warps of the partial kernel (partial.cuh): loading, softmax, P x V, and the result or a partial
+// of it.
+#pragma once
+
+#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/verify_attention/config.cuh"
+#include "kernels/cuda/verify_attention/plan.cuh"
+
+namespace kdt::cuda {
+
+// Whether the query at row `row` (within the sequence) sees `key`; keys from `context` on are the sequence's
+// own rows.
+__device__ inline bool Visible(const VerifyParams& p, const Item& it, int row, int key) {
+  if (key >= it.end) return false;
+  if (key < it.context) return true;
+  const int node = key - it.context;
+  if (p.causal[it.sequence] != 0) return node <= row;
+  const uint64_t* bits = p.ancestor_bits + static_cast<int64_t>(it.row0 + row) * 4;
+  return (bits[node >> 6] >> (node & 63)) & 1;
+}
+
+// Value warp: group = warp / 4, 128 output columns = warp % 4.
+template <class C>
+__device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it, uint32_t base, int warp) {
+  constexpr int kMTiles = C::kMTiles;
+  const int lane = threadIdx.x & 31;
+  const int group = warp >> 2, w = warp & 3;
+  const int g = lane >> 2, t = lane & 3;
+  const int rounds = KeyTiles(it.end - it.begin);
+  const int dense_rounds =
+      max(0, min(it.context, it.end) - it.begin) / kTileKeys;  // rounds that need no mask
+  const int first_flat = it.tile * C::kTileRows + group * C::kGroupRows;
+  const uint32_t full = base + C::kFullAt, empty = base + C::kEmptyAt;
+  const uint32_t scores_full = base + C::kScoresFullAt + group * 16,
+                 scores_empty = base + C::kScoresEmptyAt + group * 16;
+
+  // Loading. Eight lanes a row; a register holds the slots of the rows this warp loads in its next eight
+  // turns. Keys past the end repeat the last one (their scores are masked, and what they would add must be
+  // finite).
+  const int load_key = w * 4 + (lane >> 3), load_chunk = lane & 7;
+  const uint32_t load_lane = base + C::kLatentAt + load_key * 1024 + ((load_chunk ^ (load_key & 7)) << 4);
+  const uint32_t load_rope_lane = base + C::kRopeAt + load_key * 128 + ((load_chunk ^ (load_key & 7)) << 4);
+  const uint8_t* const load_from = reinterpret_cast<const uint8_t*>(p.pool) + load_chunk * 16;
+  auto slots_of = [&](int turn) {
+    const int key = it.begin + ((turn + (lane >> 2)) * C::kGroups + group) * kTileKeys + w * 4 + (lane & 3);
+    return p.slot_table[it.sequence * p.table_stride + min(key, it.end - 1)];
+  };
+  int slots = slots_of(0), slots_next = slots_of(8);
+  auto load = [&](int round) {
+    const int turn = round / C::kGroups;
+    if (turn % 8 == 0 && turn > 0) {
+      slots = slots_next;
+      slots_next = slots_of(turn + 8);
+    }
+    const int slot = __shfl_sync(~0u, slots, turn % 8 * 4 + (lane >> 3));
+    const uint8_t* src = load_from + static_cast<int64_t>(slot) * p.pool_stride_bytes;
+    const uint32_t to = load_lane + round % C::kStages * C::kLatentStage;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) CopyAsync16(to + i * 128, src + i * 128);
+    CopyAsync16(load_rope_lane + round % C::kRopeStages * C::kRopeStage, src + kLatent * 2);
+    CopyAsyncArrive(full + 8 * (round % C::kStages));
+  };
+#pragma unroll
+  for (int r = 0; r < C::kStages - 1; ++r) {
+    if (r < rounds && r % C::kGroups == group) load(r);
+  }
+
+  float o[kMTiles][16][4];
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < 16; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) o[m][n][c] = 0.0f;
+  float reference = kNoReference, sum = 0.0f;  // of row 8 w + g
+  bool moved = false;  // whether this lane's row moved its reference in the latest softmax
+  float factor;
+
+  // Which of this lane's four keys of a round its row sees; all of them in all but the last rounds.
+  auto visible = [&](int round) {
+    if (round < dense_rounds || w >= C::kOwners) return 15;
+    const int row = RowOf(p, min(first_flat + 8 * w + g, it.rows * p.heads - 1));
+    int bits = 0;
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const int key = it.begin + round * kTileKeys + 2 * t + (i & 1) + 4 * (i & 2);
+      bits |= Visible(p, it, row, key) << i;
+    }
+    return bits;
+  };
+  // Softmax of a round, cut into steps that other work is put between. No branches: a row's reference and
+  // factor are always computed. Warps that own no rows go through the motions and store nothing.
+  const uint32_t score_lane =
+      base + C::kScoresAt + group * 2 * C::kScores + (w % C::kOwners) * 512 + lane * 16;
+  auto mask_scores = [&](float(&x)[4], const float4& y, int bits) {
+    x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = (bits >> i & 1) != 0 ? x[i] * p.scale_log2 : -INFINITY;
+  };
+  auto load_scores = [&](int buffer, int half) {
+    return LoadShared4(score_lane + buffer * C::kScores + half * C::kScoreHalf);
+  };
+  auto row_top = [&](const float(&x)[4]) {
+    const float top = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+    return fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+  };
+  auto move_reference = [&](float top) {
+    const bool moves = top > reference + kRescaleAbove;
+    moved = moves && w < C::kOwners;
+    const float next = moves ? top : reference;
+    factor = Exp2(reference - next);
+    reference = next;
+    sum *= factor;
+  };
+  auto store_probabilities = [&](int parity, const float(&x)[4]) {
+    const uint32_t p0 = PackBf16(x[0], x[1]), p1 = PackBf16(x[2], x[3]);
+    // The sum is of the rounded values, so that the weights of a row add up to one exactly.
+    sum += (LowBf16(p0) + HighBf16(p0)) + (LowBf16(p1) + HighBf16(p1));
+    if (w < C::kOwners) {
+      const uint32_t to =
+          base + C::kProbsAt + (group * 2 + parity) * C::kProbs + (w >> 1) * 512 + lane * 16 + (w & 1) * 4;
+      StoreShared(to, __uint_as_float(p0));
+      StoreShared(to + 8, __uint_as_float(p1));
+      if (t == 0)
+        StoreShared(base + C::kFactorsAt + (group * 2 + parity) * C::kFactors + (8 * w + g) * 4, factor);
+    }
+  };
+  // When a reference moved, the outputs so far are brought to the new one.
+  auto rescale_outputs = [&](int parity) {
+    const uint32_t from = base + C::kFactorsAt + (group * 2 + parity) * C::kFactors + g * 4;
+#pragma unroll
+    for (int d = 0; d < C::kOwners; ++d) {
+      const float f = LoadShared(from + 32 * d);
+#pragma unroll
+      for (int n = 0; n < 16; ++n) {
+        o[d >> 1][n][2 * (d & 1)] *= f;
+        o[d >> 1][n][2 * (d & 1) + 1] *= f;
+      }
+    }
+  };
+  // P x V of a round; between(j) runs behind its j-th eighth.
+  const uint32_t value_lane = base + C::kLatentAt + ((lane & 7) + (((lane >> 3) & 1) << 3)) * 1024 + w * 256 +
+                              (((lane >> 4) ^ (lane & 7)) << 4);
+  auto values = [&](int round, int parity, auto&& between) {
+    const uint32_t from = value_lane + round % C::kStages * C::kLatentStage;
+    uint32_t a[kMTiles][4], b[2][4];
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      const uint4 v =
+          LoadShared4U(base + C::kProbsAt + (group * 2 + parity) * C::kProbs + m * 512 + lane * 16);
+      a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
+    }
+    LoadMatrix4Transposed(b[0], from);
+    LoadMatrix4Transposed(b[1], from ^ 32);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        MmaBf16(o[m][2 * j], a[m], b[j & 1][0], b[j & 1][1]);
+        MmaBf16(o[m][2 * j + 1], a[m], b[j & 1][2], b[j & 1][3]);
+      }
+      if (j < 6) LoadMatrix4Transposed(b[j & 1], (from ^ (((j + 2) & 3) << 5)) + ((j + 2) >> 2) * 128);
+      between(j);
+    }
+  };
+
+  {
+    const int bits = visible(0);
+    BarrierWait(scores_full, 0);
+    const float4 low = load_scores(0, 0);
+    float x[4] = {low.x, low.y, low.z, low.w};
+    mask_scores(x, load_scores(0, 1), bits);
+    __syncwarp();
+    if (lane == 0) BarrierArrive(scores_empty);
+    float top = row_top(x);
+    move_reference(fmaxf(top, __shfl_xor_sync(~0u, top, 2)));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = Exp2(x[i] - reference);
+    store_probabilities(0, x);
+  }
+  for (int round = 0; round + 1 < rounds; ++round) {
+    const int parity = round & 1, next = round + 1;
+    const bool any_moved = NamedBarrierOr(1 + group, 128, moved);
+    const int fetch = round + C::kStages - 1;
+    if (fetch < rounds && fetch % C::kGroups == group) {
+      // The first load into the last stage also replaces the queries' staging: they are in once a rope part
+      // is released.
+      if (fetch >= C::kStages) BarrierWait(empty + 8 * (fetch % C::kStages), (fetch / C::kStages - 1) & 1);
+      BarrierWait(base + C::kRopeEmptyAt + 8 * (fetch % C::kRopeStages), (fetch / C::kRopeStages - 1) & 1);
+      load(fetch);
+    }
+    if (any_moved) rescale_outputs(parity);
+    const int bits = visible(next);
+    BarrierWait(scores_full + 8 * (next & 1), (next >> 1) & 1);
+    float x[4], top;
+    values(round, parity, [&](int j) {
+      switch (j) {
+        case 1: {
+          const float4 low = load_scores(next & 1, 0);
+          x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+          break;
+        }
+        case 2:
+          mask_scores(x, load_scores(next & 1, 1), bits);
+          top = row_top(x);
+          break;
+        case 3:
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+          break;
+        case 4:
+          move_reference(top);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x[i] = Exp2(x[i] - reference);
+          break;
+        case 6:
+          store_probabilities(parity ^ 1, x);
+          break;
+        default:
+          break;
+      }
+    });
+    __syncwarp();
+    if (lane == 0) {
+      BarrierArrive(scores_empty + 8 * (next & 1));
+      BarrierArrive(empty + 8 * (round % C::kStages));
+    }
+  }
+  if (NamedBarrierOr(1 + group, 128, moved)) rescale_outputs((rounds - 1) & 1);
+  values(rounds - 1, (rounds - 1) & 1, [](int) {});
+  LaunchDependents();  // not earlier: the reduce kernel's blocks would take room from this kernel's
+
+  // Row sums, then the result itself (one split) or a partial of it.
+  const int flat_rows = it.rows * p.heads;
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  if (it.splits == 1) {
+    const uint32_t inverses = base + C::kFactorsAt + group * 2 * C::kFactors;
+    NamedBarrier(1 + group, 128);  // all warps have read the last factors
+    if (w < C::kOwners && t == 0)
+      StoreShared(inverses + (8 * w + g) * 4, sum > 0.0f || sum != sum ? 1.0f / sum : 0.0f);
+    NamedBarrier(1 + group, 128);
+#pragma unroll
+    for (int d = 0; d < C::kOwners; ++d) {
+      const int flat = first_flat + 8 * d + g;
+      if (flat >= flat_rows) continue;
+      const float inverse = LoadShared(inverses + (8 * d + g) * 4);
+      const int row = RowOf(p, flat);
+      uint16_t* to =
+          p.out + (it.row0 + row) * p.out_stride + (flat - row * p.heads) * kLatent + 128 * w + 2 * t;
+#pragma unroll
+      for (int n = 0; n < 16; ++n) {
+        *reinterpret_cast<uint32_t*>(to + 8 * n) =
+            PackBf16(o[d >> 1][n][2 * (d & 1)] * inverse, o[d >> 1][n][2 * (d & 1) + 1] * inverse);
+      }
+    }
+    return;
+  }
+  const int64_t item_row = static_cast<int64_t>(blockIdx.x) * C::kTileRows + group * C::kGroupRows;
+  if (w < C::kOwners && t == 0) p.partial_ml[item_row + 8 * w + g] = make_float2(reference, sum);
+  uint4* to = p.partial +
+              (static_cast<int64_t>(blockIdx.x) * C::kTileRows + (group * 4 + w) * 4 * kMTiles) * 64 + lane;
+#pragma unroll
+  for (int d = 0; d < C::kOwners; ++d) {
+    const int m = d >> 1, c = 2 * (d & 1);
+    // float16 with one power of two for these 128 columns of the row: the largest lands in [2^14, 2^15).
+    float top = 0.0f;
+#pragma unroll
+    for (int n = 0; n < 16; ++n) top = fmaxf(top, fmaxf(fabsf(o[m][n][c]), fabsf(o[m][n][c + 1])));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    const int exponent = max(15, static_cast<int>(__float_as_uint(top) >> 23));
+    const float shrink = __uint_as_float(static_cast<uint32_t>(min(268 - exponent, 254)) << 23);
+    if (t == 0) p.partial_scale[(item_row + 8 * d + g) * 4 + w] = 1.0f / shrink;
+#pragma unroll
+    for (int n4 = 0; n4 < 4; ++n4) {
+      uint32_t v[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        v[k] = PackHalf(o[m][4 * n4 + k][c] * shrink, o[m][4 * n4 + k][c + 1] * shrink);
+      to[(d * 4 + n4) * 32] = make_uint4(v[0], v[1], v[2], v[3]);
+    }
+  }
+}
+
+}  // namespace kdt::cuda
