@@ -60,7 +60,7 @@ class Lint(unittest.TestCase):
     def test_scripts(self):
         docker = ROOT / "deploy/docker"
         scripts = [docker / "assemble", docker / "build", docker / "copy-model", ROOT / "deploy/helm/update-files"]
-        scripts += [pathlib.Path(__file__).parent / "container", pathlib.Path(__file__).parent.parent / "setup-venv"]
+        scripts += [pathlib.Path(__file__).parent / "container", pathlib.Path(__file__).parent.parent / "setup-venv", pathlib.Path(__file__).parent / "from-rootfs"]
         done = subprocess.run([TOOLS / "shellcheck", *scripts], capture_output=True, text=True, check=False)
         self.assertEqual((done.returncode, done.stdout), (0, ""))
 
