@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "common/clock.h"
 #include "common/log.h"
 #include "common/status.h"
@@ -49,13 +50,16 @@ absl::Status WaitLoaded(const std::vector<std::unique_ptr<RankLink>>& links,
     if (cancelled()) return absl::CancelledError("forming the group was cancelled");
     if (MonotonicMicros() - told_us >= kProgressEveryUs) {
       told_us = MonotonicMicros();
-      uint64_t bytes = 0, total = 0;
-      for (const auto& rank : *described) {
-        bytes += rank.loaded_bytes();
-        total += rank.total_bytes();
+      std::vector<std::string> missing;
+      for (size_t i = 0; i < links.size(); ++i) {
+        if (ready[i]) continue;
+        const v1::DescribeResponse& rank = (*described)[i];
+        missing.push_back(rank.tp() == 0 ? absl::StrCat(links[i]->Name(), " (no answer)")
+                                         : absl::StrCat(links[i]->Name(), " (", rank.loaded_bytes() >> 20,
+                                                        " of ", rank.total_bytes() >> 20, " MiB loaded)"));
       }
-      spdlog::info("waiting for the ranks: {} of {} ready, {} of {} MiB loaded", loaded, links.size(),
-                   bytes >> 20, total >> 20);
+      spdlog::info("{} of {} ranks are ready; waiting for {}", loaded, links.size(),
+                   absl::StrJoin(missing, ", "));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(kPollMs));
   }

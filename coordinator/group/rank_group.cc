@@ -356,6 +356,7 @@ void RankGroup::CloseStreams() {
 }
 
 void RankGroup::DrainWorkers() {
+  stopping_ = true;
   if (forming_.joinable()) forming_.join();
   if (state() != GroupState::kServing) return;
   for (auto& link : links_) {
