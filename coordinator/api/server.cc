@@ -10,6 +10,7 @@ namespace kdt {
 namespace {
 
 constexpr char kServiceName[] = "kdt.v1.Generation";
+constexpr char kLiveName[] = "live";
 // A request is mostly its prompt: up to five bytes a token id, or a few bytes a token as text; the rest is
 // small.
 constexpr int64_t kBytesPerToken = 16;
@@ -45,6 +46,8 @@ absl::StatusOr<std::unique_ptr<ApiServer>> ApiServer::Start(const Address& liste
   api->address_ = listen;
   if (!listen.is_unix()) api->address_.port = port;
   api->SetServing(false);
+  // For liveness probes: a process that waits for its ranks is not one to restart.
+  api->server_->GetHealthCheckService()->SetServingStatus(kLiveName, true);
   return api;
 }
 

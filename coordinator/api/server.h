@@ -23,7 +23,7 @@ class ApiServer {
 
   // The address with its actual port.
   const Address& address() const { return address_; }
-  // Health of "" and "kdt.v1.Generation".
+  // Health of "" and "kdt.v1.Generation"; that of "live" is SERVING from the start.
   void SetServing(bool serving);
   // Lets calls end until `timeout` has passed, then cancels them.
   void Shutdown(std::chrono::milliseconds timeout);

@@ -248,12 +248,13 @@ TEST_CASE("Tokenize, Detokenize and the information calls") {
 TEST_CASE("health follows the group") {
   Service service;
   // grpc.health.v1.HealthCheckResponse{status: n} is the bytes 08 0n; no generated code is at hand.
-  const auto serving = [&] {
+  const auto serving = [&](const std::string& name = "") {
     grpc::GenericStub stub(service.channel);
     grpc::CompletionQueue queue;
     grpc::ClientContext context;
-    grpc::Slice empty(std::string(""));
-    const grpc::ByteBuffer request(&empty, 1);
+    // HealthCheckRequest{service: name}: 0a, its length, its bytes.
+    const grpc::Slice text(name.empty() ? name : std::string("\x0a") + static_cast<char>(name.size()) + name);
+    const grpc::ByteBuffer request(&text, 1);
     auto call = stub.PrepareUnaryCall(&context, "/grpc.health.v1.Health/Check", request, &queue);
     grpc::ByteBuffer response;
     grpc::Status status;
@@ -268,6 +269,7 @@ TEST_CASE("health follows the group") {
     return bytes.size() == 2 && bytes.begin()[1] == 1;
   };
   CHECK_FALSE(serving());
+  CHECK(serving("live"));
   service.server->SetServing(true);
   CHECK(serving());
   service.server->SetServing(false);
