@@ -67,7 +67,12 @@ __global__ void __launch_bounds__(32 * kWarps, kWhole ? 2 : 1)
   LaunchDependents();
   const int first_expert = static_cast<int>(p.w.first_expert);
   const int expert = FindExpert(list, p.ids, pairs, first_expert, static_cast<int>(p.w.experts), blockIdx.y);
-  if (expert < 0) return;
+  if (expert < 0) {
+    // No kernel of the chain may end before the one in front of it, also when no expert of this rank is
+    // chosen.
+    if (blockIdx.y == 0) WaitForPrevious();
+    return;
+  }
   const int first_out = blockIdx.x * 16;
   // The inner width is a multiple of 32, so tiles of 16 rows are whole.
   const int64_t row = static_cast<int64_t>(expert) * 2 * inner + first_out + g;
@@ -149,7 +154,12 @@ __global__ void __launch_bounds__(32 * kWarps, kWhole ? 2 : 1)
   LaunchDependents();
   const int first_expert = static_cast<int>(p.w.first_expert);
   const int expert = FindExpert(list, p.ids, pairs, first_expert, static_cast<int>(p.w.experts), blockIdx.y);
-  if (expert < 0) return;
+  if (expert < 0) {
+    // No kernel of the chain may end before the one in front of it, also when no expert of this rank is
+    // chosen.
+    if (blockIdx.y == 0) WaitForPrevious();
+    return;
+  }
   // The hidden width is a multiple of 32 = 16 kDownTiles; warps past its end repeat the last tiles and store
   // nothing.
   const int wanted_out = (blockIdx.x * kWarps + warp) * 16 * kDownTiles;

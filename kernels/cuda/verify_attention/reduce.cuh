@@ -34,7 +34,12 @@ __global__ void __launch_bounds__(32 * kReduceWarps) VerifyReduce(const __grid_c
   const int w = (piece >> 2) / C::kOwners & 3;
   const int group = (piece >> 2) / C::kOwners >> 2;
   const int tile_row = group * C::kGroupRows + 8 * d + g;
-  if (it.sequence < 0 || it.splits == 1) return;
+  if (it.sequence < 0 || it.splits == 1) {
+    // Blocks with nothing to merge need not wait, but this kernel must not end before the partial kernel has:
+    // what comes next in the stream waits for this one only.
+    if (blockIdx.x == 0) WaitForPrevious();
+    return;
+  }
   const int first_flat = it.tile * C::kTileRows + tile_row - g;
   if (first_flat >= it.rows * p.heads) return;  // rows of padding
   WaitForPrevious();
