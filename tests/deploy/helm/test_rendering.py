@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import unittest
 
+import yaml
 from cases import COMING, GOOD
 from chart import CHART, MODEL, ROOT, container, example, find, flags, merge, pod_templates, render, render_text
 
@@ -199,14 +200,14 @@ class Options(unittest.TestCase):
 class Files(unittest.TestCase):
     """The chart carries copies of dashboards and rules, because a chart is one folder."""
 
-    def check_copies(self, source, folder, suffix):
-        originals = {p.name: p.read_text() for p in source.glob(f"*{suffix}")} if source.is_dir() else {}
-        copies = {p.name: p.read_text() for p in (CHART / "files" / folder).glob(f"*{suffix}")}
+    def check_copies(self, originals, folder):
+        originals = {path.name: path.read_text() for path in originals if path.is_file()}
+        copies = {path.name: path.read_text() for path in (CHART / "files" / folder).glob("*")}
         self.assertEqual(copies, originals, "run deploy/helm/update-files")
         return originals
 
     def test_dashboards(self):
-        originals = self.check_copies(ROOT / "deploy/grafana", "dashboards", ".json")
+        originals = self.check_copies((ROOT / "deploy/grafana").glob("*.json"), "dashboards")
         if not originals:
             self.skipTest("no dashboards yet")
         maps = [o for o in render(merge(MODEL, {"dashboards": {"enabled": True}})) if o["kind"] == "ConfigMap"]
@@ -215,11 +216,17 @@ class Files(unittest.TestCase):
             self.assertEqual(m["metadata"]["labels"]["grafana_dashboard"], "1")
 
     def test_rules(self):
-        originals = self.check_copies(ROOT / "deploy/prometheus", "rules", ".rules.yml")
+        originals = self.check_copies(
+            [ROOT / "deploy/prometheus" / name for name in ("alerts.yml", "recording-rules.yml")], "rules"
+        )
         if not originals:
             self.skipTest("no rules yet")
         rule = find(render(merge(MODEL, {"prometheusRule": {"enabled": True}})), "PrometheusRule")
-        self.assertTrue(rule["spec"]["groups"])
+        groups = [g for text in originals.values() for g in yaml.safe_load(text)["groups"]]
+        self.assertEqual(sorted(g["name"] for g in rule["spec"]["groups"]), sorted(g["name"] for g in groups))
+        texts = {r.get("alert") or r["record"]: r["expr"].strip() for g in groups for r in g["rules"]}
+        rendered = {r.get("alert") or r["record"]: r["expr"].strip() for g in rule["spec"]["groups"] for r in g["rules"]}
+        self.assertEqual(rendered, texts)
 
 
 class Flags(unittest.TestCase):

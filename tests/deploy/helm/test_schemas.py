@@ -85,6 +85,9 @@ class Schemas(unittest.TestCase):
         ports = [p["name"] for p in service["spec"]["ports"]]
         self.assertEqual([e["port"] for e in monitor["endpoints"]], ports)
         self.assertEqual(ports, ["metrics", "metrics-0", "metrics-1", "metrics-2", "metrics-3"])
+        jobs = [e["relabelings"][0]["replacement"] for e in monitor["endpoints"]]
+        self.assertEqual(jobs, ["kdt-coordinator"] + 4 * ["kdt-worker"])
+        self.assertTrue(all(e["relabelings"][1]["targetLabel"] == "group" for e in monitor["endpoints"]))
 
 
 if __name__ == "__main__":
