@@ -77,6 +77,7 @@ void RankLink::OpenStream(grpc::CompletionQueue* queue) {
   KDT_CHECK(finished_);
   finished_ = finishing_ = false;
   status_ = grpc::Status::OK;
+  stream_.reset();  // it lives in memory of the call, which ends with the context
   context_ = std::make_unique<grpc::ClientContext>();
   stream_ = generic_.PrepareCall(context_.get(), kStepsMethod, queue);
   write_pending_ = true;  // nothing may be written before the call has started
