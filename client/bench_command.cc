@@ -1,4 +1,5 @@
 // kdt bench: sends requests at a fixed concurrency and reports what a user would feel.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>

@@ -8,6 +8,7 @@
 #include "client/commands.h"
 #include "client/report.h"
 #include "client/tree_command.h"
+#include "common/flags.h"
 
 namespace {
 
@@ -19,7 +20,7 @@ constexpr char kUsage[] =
     "  kdt info                   model and ranks\n"
     "  kdt bench                  load: time to first token, inter-token time, throughput\n"
     "  kdt tree FILE              draw draft trees (see kdt tree --help)\n\n"
-    "All but tree talk to --server HOST:PORT. kdt --help=client lists every flag.";
+    "All but tree talk to --server HOST:PORT. kdt --help lists every flag.";
 
 }  // namespace
 
@@ -29,6 +30,7 @@ int main(int argc, char** argv) {
     return kdt::RunTreeCommand(std::vector<std::string>(argv + 2, argv + argc));
   }
   absl::SetProgramUsageMessage(kUsage);
+  kdt::ListOwnFlagsInHelp();
   const std::vector<char*> positional = absl::ParseCommandLine(argc, argv);
   if (positional.size() < 2) {
     std::fprintf(stderr, "%s\n", kUsage);

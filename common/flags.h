@@ -6,6 +6,11 @@
 
 namespace kdt {
 
+// Makes --help list every flag of the program, whichever file defines it (absl shows those of the file named
+// like the program alone, and ours are called main.cc). ParseFlags does it; a program that parses with absl
+// calls it first.
+void ListOwnFlagsInHelp();
+
 // Parses absl flags. An unknown flag or a bad value prints what is wrong and exits (absl's behaviour).
 // Positional arguments beyond `max_positional` print `usage` and exit with 2. Returns the positional
 // arguments without the program's name.

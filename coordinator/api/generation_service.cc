@@ -136,19 +136,23 @@ grpc::ServerUnaryReactor* GenerationService::Tokenize(grpc::CallbackServerContex
   return reactor;
 }
 
+absl::Status GenerationService::DoDetokenize(const grpc::ByteBuffer& bytes, grpc::ByteBuffer* out) const {
+  v1::DetokenizeRequest request;
+  KDT_RETURN_IF_ERROR(ParseMessage(bytes, &request));
+  const std::vector<uint32_t> ids(request.ids().begin(), request.ids().end());
+  auto text = model_->tokenizer->Decode(ids, request.skip_special_tokens());
+  if (!text.ok()) return absl::Status(text.status().code(), absl::StrCat("ids: ", text.status().message()));
+  v1::DetokenizeResponse response;
+  response.set_text(*std::move(text));
+  *out = ToBytes(response);
+  return absl::OkStatus();
+}
+
 grpc::ServerUnaryReactor* GenerationService::Detokenize(grpc::CallbackServerContext* context,
-                                                        const v1::DetokenizeRequest* request,
-                                                        v1::DetokenizeResponse* response) {
+                                                        const grpc::ByteBuffer* bytes,
+                                                        grpc::ByteBuffer* response) {
   auto* reactor = context->DefaultReactor();
-  const std::vector<uint32_t> ids(request->ids().begin(), request->ids().end());
-  auto text = model_->tokenizer->Decode(ids, request->skip_special_tokens());
-  if (text.ok()) {
-    response->set_text(*std::move(text));
-    reactor->Finish(grpc::Status::OK);
-  } else {
-    reactor->Finish(
-        ToGrpc(absl::Status(text.status().code(), absl::StrCat("ids: ", text.status().message()))));
-  }
+  reactor->Finish(ToGrpc(DoDetokenize(*bytes, response)));
   return reactor;
 }
 

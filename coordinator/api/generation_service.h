@@ -12,10 +12,11 @@
 
 namespace kdt {
 
-// Generate and Tokenize take raw bytes, so that text which is not UTF-8 is refused by name.
+// Calls with fields take raw bytes, so that text which is not UTF-8 is refused by name and bytes that are no
+// message with INVALID_ARGUMENT (gRPC itself would answer UNIMPLEMENTED).
 using GenerationServiceBase =
     v1::Generation::WithRawCallbackMethod_Generate<v1::Generation::WithRawCallbackMethod_Tokenize<
-        v1::Generation::WithCallbackMethod_Detokenize<v1::Generation::WithCallbackMethod_GetModelInfo<
+        v1::Generation::WithRawCallbackMethod_Detokenize<v1::Generation::WithCallbackMethod_GetModelInfo<
             v1::Generation::WithCallbackMethod_GetClusterInfo<v1::Generation::Service>>>>>;
 
 class GenerationService final : public GenerationServiceBase {
@@ -26,9 +27,8 @@ class GenerationService final : public GenerationServiceBase {
                                                        const grpc::ByteBuffer* bytes) override;
   grpc::ServerUnaryReactor* Tokenize(grpc::CallbackServerContext* context, const grpc::ByteBuffer* bytes,
                                      grpc::ByteBuffer* response) override;
-  grpc::ServerUnaryReactor* Detokenize(grpc::CallbackServerContext* context,
-                                       const v1::DetokenizeRequest* request,
-                                       v1::DetokenizeResponse* response) override;
+  grpc::ServerUnaryReactor* Detokenize(grpc::CallbackServerContext* context, const grpc::ByteBuffer* bytes,
+                                       grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* GetModelInfo(grpc::CallbackServerContext* context,
                                          const v1::GetModelInfoRequest* request,
                                          v1::ModelInfo* response) override;
@@ -39,6 +39,7 @@ class GenerationService final : public GenerationServiceBase {
  private:
   RequestLimits Limits() const;
   absl::Status DoTokenize(const grpc::ByteBuffer& bytes, grpc::ByteBuffer* response) const;
+  absl::Status DoDetokenize(const grpc::ByteBuffer& bytes, grpc::ByteBuffer* response) const;
 
   const std::shared_ptr<const ServedModel> model_;
   Group* const group_;

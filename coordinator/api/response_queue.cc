@@ -28,15 +28,18 @@ void Join(v1::Chunk&& later, v1::Chunk* earlier) {
 bool ResponseQueue::Push(v1::GenerateResponse&& response) {
   std::lock_guard lock(mutex_);
   if (writer_ == nullptr || ended_) return true;  // nobody listens; the cancellation is on its way
-  buffered_bytes_ += response.ByteSizeLong();
+  const size_t bytes = response.ByteSizeLong();
   // One answer alone may be larger, as the log-probabilities of a long prompt are.
-  if (buffered_bytes_ > kMaxBufferedBytes && !waiting_.empty()) return false;
+  if (buffered_bytes_ + bytes > kMaxBufferedBytes && !waiting_.empty()) return false;
+  buffered_bytes_ += bytes;
   const bool joins = write_pending_ && response.has_chunk() && !waiting_.empty() &&
-                     waiting_.back().has_chunk() && waiting_.back().index() == response.index();
+                     waiting_.back().response.has_chunk() &&
+                     waiting_.back().response.index() == response.index();
   if (joins) {
-    Join(std::move(*response.mutable_chunk()), waiting_.back().mutable_chunk());
+    Join(std::move(*response.mutable_chunk()), waiting_.back().response.mutable_chunk());
+    waiting_.back().bytes += bytes;
   } else {
-    waiting_.push_back(std::move(response));
+    waiting_.push_back({std::move(response), bytes});
   }
   if (!write_pending_) WriteNext();
   return true;
@@ -69,9 +72,9 @@ void ResponseQueue::Detach() {
 }
 
 void ResponseQueue::WriteNext() {
-  writing_ = ToBytes(waiting_.front());
+  writing_ = ToBytes(waiting_.front().response);
+  buffered_bytes_ -= waiting_.front().bytes;
   waiting_.pop_front();
-  if (waiting_.empty()) buffered_bytes_ = 0;
   write_pending_ = true;
   if (writer_ != nullptr) writer_->StartWrite(&writing_);
 }

@@ -36,7 +36,11 @@ class ResponseQueue : public RequestSink {
 
   std::mutex mutex_;
   Writer* writer_;  // null once the call is over
-  std::deque<v1::GenerateResponse> waiting_;
+  struct Waiting {
+    v1::GenerateResponse response;
+    size_t bytes;  // counted in buffered_bytes_
+  };
+  std::deque<Waiting> waiting_;
   size_t buffered_bytes_ = 0;
   grpc::ByteBuffer writing_;
   bool write_pending_ = false;

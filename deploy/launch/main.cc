@@ -11,6 +11,7 @@
 #include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
 #include "common/address.h"
+#include "common/flags.h"
 #include "common/log.h"
 #include "common/process.h"
 #include "deploy/launch/group_supervisor.h"
@@ -124,6 +125,7 @@ int main(int argc, char** argv) {
       "starts a coordinator and its tensor-parallel workers on this host.\n"
       "kdt-launch --model DIR [--drafter DIR] [--tp N] [--backend cpu|cuda] [--listen HOST:PORT]\n"
       "kdt-launch --role=workers --socket_dir DIR --model DIR [--tp N] [-- FLAGS OF EVERY WORKER]");
+  kdt::ListOwnFlagsInHelp();
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
   const bool has_worker_flags =
       rest.size() > 1 && absl::GetFlag(FLAGS_role) == "workers" && rest[1][0] == '-';

@@ -216,6 +216,8 @@ TEST_CASE("Tokenize, Detokenize and the information calls") {
     CHECK(status.error_code() == grpc::StatusCode::INVALID_ARGUMENT);
     CHECK(status.error_message().rfind("ids", 0) == 0);
   }
+  const grpc::Status garbage = CallRaw(service.channel, "/kdt.v1.Generation/Detokenize", "\xff\xff");
+  CHECK(garbage.error_code() == grpc::StatusCode::INVALID_ARGUMENT);
   v1::TokenizeRequest chat;
   auto* message = chat.mutable_chat()->add_messages();
   message->set_role("user");

@@ -33,6 +33,19 @@ TEST_CASE("a client that does not read is cut off after the buffer's limit, and 
   queue.Detach();
 }
 
+TEST_CASE("a client that is always a little behind goes on: only what is unread counts") {
+  FakeWriter writer;
+  ResponseQueue queue(&writer);
+  REQUIRE(queue.Push(ChunkOf(0, 1, 1 << 20)));  // is being written
+  REQUIRE(queue.Push(ChunkOf(1, 1, 1 << 20)));
+  // Samples take turns, so chunks are not joined and one always waits.
+  for (uint32_t i = 2; i < 100; ++i) {
+    REQUIRE(queue.Push(ChunkOf(i % 2, i, 1 << 20)));
+    queue.OnWritten(true);
+  }
+  queue.Detach();
+}
+
 TEST_CASE("nothing happens behind the call's end") {
   FakeWriter writer;
   ResponseQueue queue(&writer);
