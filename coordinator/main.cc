@@ -53,6 +53,7 @@ namespace kdt {
 namespace {
 
 constexpr int kExitGroupLost = 3;
+constexpr int kMaxStepTimeoutMs = 3'600'000;            // what workers take
 constexpr std::chrono::milliseconds kAnswerGrace{500};  // for last answers to reach their clients
 
 // What the signal loop waits for beside signals; written from other threads.
@@ -98,6 +99,9 @@ absl::Status CheckFlags() {
   KDT_RETURN_IF_ERROR(CheckAtLeast("record_trees_count", absl::GetFlag(FLAGS_record_trees_count), 1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("prefill_chunk", absl::GetFlag(FLAGS_prefill_chunk), 1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("step_timeout_ms", absl::GetFlag(FLAGS_step_timeout_ms), 1));
+  if (absl::GetFlag(FLAGS_step_timeout_ms) > kMaxStepTimeoutMs) {
+    return absl::InvalidArgumentError(absl::StrCat("--step_timeout_ms: more than ", kMaxStepTimeoutMs));
+  }
   KDT_RETURN_IF_ERROR(CheckAtLeast("drain_timeout_s", absl::GetFlag(FLAGS_drain_timeout_s), 0));
   const std::string on_loss = absl::GetFlag(FLAGS_on_group_loss);
   if (on_loss != "exit" && on_loss != "rejoin") {

@@ -2,6 +2,7 @@
 
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/stubs/logging.h>
 #include <google/protobuf/wire_format_lite.h>
 
 #include <vector>
@@ -57,7 +58,10 @@ std::string Join(const grpc::ByteBuffer& bytes) {
 
 absl::Status ParseMessage(const grpc::ByteBuffer& bytes, google::protobuf::Message* message) {
   const std::string joined = Join(bytes);
-  if (message->ParseFromString(joined)) return absl::OkStatus();
+  {
+    const google::protobuf::LogSilencer quiet;  // what is wrong goes to the client, not into our log
+    if (message->ParseFromString(joined)) return absl::OkStatus();
+  }
   const std::string field = FindBrokenText(*message->GetDescriptor(), joined, 0);
   if (!field.empty()) return absl::InvalidArgumentError(absl::StrCat(field, ": not valid UTF-8"));
   return absl::InvalidArgumentError(absl::StrCat("the bytes are not a ", message->GetDescriptor()->name()));
