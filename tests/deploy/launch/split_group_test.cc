@@ -1,7 +1,10 @@
 // Workers and coordinator started apart, as the two containers of a pod are: kdt-launch --role=workers and
 // kdt-coordinator share nothing but a folder of sockets.
 #include <grpcpp/grpcpp.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <filesystem>
@@ -46,6 +49,18 @@ struct Pod {
     REQUIRE(started.ok());
     return *std::move(started);
   }
+  // A port that is free now; nothing else on this host takes it between here and its use but by bad luck.
+  static int FreePort() {
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(address);
+    REQUIRE(bind(fd, reinterpret_cast<sockaddr*>(&address), size) == 0);
+    REQUIRE(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0);
+    close(fd);
+    return ntohs(address.sin_port);
+  }
   void StartWorkers() {
     workers.emplace(Start("kdt-launch", {"--role=workers", "--tp=4", "--threads=1", "--socket_dir=" + dir,
                                          "--on_loss=restart", "--", "--max_tree_nodes=64"}));
@@ -56,6 +71,9 @@ struct Pod {
     for (int rank = 0; rank < kTp; ++rank) {
       addresses += (rank == 0 ? "unix:" : ",unix:") + dir + "/rank" + std::to_string(rank) + ".sock";
     }
+    StartCoordinator(addresses);
+  }
+  void StartCoordinator(const std::string& addresses) {
     coordinator.emplace(Start("kdt-coordinator",
                               {"--workers=" + addresses, "--listen=127.0.0.1:0", "--on_group_loss=rejoin"}));
     const std::string prefix = "kdt-coordinator ready listen=";
@@ -190,6 +208,28 @@ TEST_CASE("a stop does not wait for a restart's backoff") {
   CHECK(launcher->WaitEnded(kStopMs));
   CHECK(launcher->exit_status() == 0);
   CHECK(pod.Log().find("workers in 8 s") == std::string::npos);
+}
+
+TEST_CASE("a group whose ranks are spread over launchers, on TCP") {
+  Pod pod;
+  const std::string hosts[2] = {"127.0.0.1:" + std::to_string(Pod::FreePort()),
+                                "127.0.0.1:" + std::to_string(Pod::FreePort())};
+  std::vector<ChildProcess> nodes;
+  for (int node = 0; node < 2; ++node) {
+    nodes.push_back(
+        pod.Start("kdt-launch", {"--role=workers", "--tp=2", "--threads=1", "--ranks_per_node=1",
+                                 "--node_index=" + std::to_string(node), "--worker_listen=" + hosts[node]}));
+  }
+  pod.StartCoordinator(hosts[0] + "," + hosts[1]);
+  std::vector<Sample> samples;
+  CHECK(Generate(*pod.stub, Request(5), &samples).ok());
+  CHECK(samples[0].tokens.size() == 5);
+  pod.coordinator->Signal(SIGTERM);
+  for (ChildProcess& node : nodes) node.Signal(SIGTERM);
+  for (ChildProcess& node : nodes) {
+    CHECK(node.WaitEnded(kStopMs));
+    CHECK(node.exit_status() == 0);
+  }
 }
 
 TEST_CASE("contradictory flags are refused") {
