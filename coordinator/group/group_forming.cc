@@ -149,7 +149,7 @@ absl::StatusOr<FormedGroup> FormGroup(const std::vector<std::unique_ptr<RankLink
   KDT_RETURN_IF_ERROR(WaitLoaded(links, cancelled, &formed.ranks));
   KDT_ASSIGN_OR_RETURN(formed.limits, CheckDescriptions(formed.ranks));
   formed.epoch = last_epoch + 1;
-  for (const auto& rank : formed.ranks) formed.epoch = std::max(formed.epoch, rank.epoch() + 1);
+  for (const auto& rank : formed.ranks) formed.epoch = std::max(formed.epoch, rank.last_epoch() + 1);
   spdlog::info("all {} ranks are loaded; joining them in epoch {}", links.size(), formed.epoch);
   KDT_RETURN_IF_ERROR(JoinAll(links, formed.epoch));
   return formed;

@@ -83,6 +83,7 @@ bool EngineThread::Describe(v1::DescribeResponse* response) const {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     response->set_epoch(epoch_over_ ? 0 : epoch_);
+    response->set_last_epoch(epoch_);
     engine = engine_.get();
   }
   if (engine == nullptr) return false;
