@@ -135,6 +135,10 @@ absl::StatusOr<std::unique_ptr<Engine>> LoadWithProgress(const EngineOptions& op
     v1::DescribeResponse description;
     (*engine)->Describe(&description);
     metrics->SetKvSlots(description.kv_slots_total());
+    // All memory is taken while loading, so this holds for good.
+    if (const auto memory = backend->memory(); memory.has_value()) {
+      metrics->SetDeviceMemory(memory->used_bytes, memory->total_bytes);
+    }
   }
   return engine;
 }
@@ -147,7 +151,9 @@ int Run() {
   auto backend = MakeBackend(absl::GetFlag(FLAGS_backend), absl::GetFlag(FLAGS_threads));
   if (!backend.ok()) return Fail(backend.status().message());
 
-  const WorkerIdentity identity{options->rank, options->tp, (*backend)->name(), (*backend)->device_name()};
+  const kernels::DeviceFacts facts = (*backend)->facts();
+  const WorkerIdentity identity{options->rank, options->tp,    (*backend)->name(), (*backend)->device_name(),
+                                facts.arch,    facts.gpu_uuid, facts.pci_bus_id};
   auto registry = std::make_shared<prometheus::Registry>();
   WorkerMetrics metrics(identity, registry);
   std::unique_ptr<MetricsServer> metrics_server;

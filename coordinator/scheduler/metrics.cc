@@ -110,10 +110,19 @@ CoordinatorMetrics::CoordinatorMetrics(std::shared_ptr<prometheus::Registry> reg
     accepted_by_depth_.push_back(&by_depth.Add({{"depth", std::to_string(depth)}}));
   }
   budget_ = gauge("kdt_budget_nodes", "Drafted nodes of the last verified tree");
-  rank_up_ = &prometheus::BuildGauge()
-                  .Name("kdt_rank_up")
-                  .Help("1 while the rank takes part in the group")
-                  .Register(*registry_);
+  rank_up_family_ = &prometheus::BuildGauge()
+                         .Name("kdt_rank_up")
+                         .Help("1 while the rank takes part in the group")
+                         .Register(*registry_);
+  auto& slots = prometheus::BuildGauge()
+                    .Name("kdt_kv_slots")
+                    .Help("KV slots of a rank's pool: held by running samples, by the prefix cache, free")
+                    .Register(*registry_);
+  slots_running_ = &slots.Add({{"state", "running"}});
+  slots_cached_ = &slots.Add({{"state", "cached"}});
+  slots_free_ = &slots.Add({{"state", "free"}});
+  preemptions_ = counter("kdt_preemptions_total",
+                         "Times a running sample gave its KV slots to an older one and waits again");
   epoch_ = gauge("kdt_epoch", "Epoch of the group that serves or served last");
   group_restarts_ = counter("kdt_group_restarts_total", "Times the group formed again after a loss");
 }
@@ -137,6 +146,16 @@ void CoordinatorMetrics::Rejected(const absl::Status& status) {
 void CoordinatorMetrics::SetLoad(uint32_t running, uint32_t waiting) {
   running_->Set(running);
   waiting_->Set(waiting);
+}
+
+void CoordinatorMetrics::SetPool(uint64_t running, uint64_t cached, uint64_t free) {
+  slots_running_->Set(static_cast<double>(running));
+  slots_cached_->Set(static_cast<double>(cached));
+  slots_free_->Set(static_cast<double>(free));
+}
+
+void CoordinatorMetrics::Preempted(size_t samples) {
+  if (samples > 0) preemptions_->Increment(static_cast<double>(samples));
 }
 
 void CoordinatorMetrics::TokensGained(uint32_t tokens, double gap_s, bool first) {
@@ -171,8 +190,13 @@ void CoordinatorMetrics::TreeVerified(uint32_t drafted_nodes, uint32_t accepted)
 void CoordinatorMetrics::SetGroup(uint64_t epoch, const std::vector<RankStatus>& ranks) {
   if (epoch_->Value() != 0 && epoch_->Value() != static_cast<double>(epoch)) group_restarts_->Increment();
   epoch_->Set(static_cast<double>(epoch));
-  for (const RankStatus& rank : ranks)
-    rank_up_->Add({{"rank", std::to_string(rank.rank)}}).Set(rank.up ? 1 : 0);
+  for (const RankStatus& rank : ranks) {
+    const auto index = static_cast<size_t>(rank.rank);
+    while (rank_up_.size() <= index) {
+      rank_up_.push_back(&rank_up_family_->Add({{"rank", std::to_string(rank_up_.size())}}));
+    }
+    rank_up_[index]->Set(rank.up ? 1 : 0);
+  }
 }
 
 }  // namespace kdt

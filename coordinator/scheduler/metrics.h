@@ -37,6 +37,10 @@ class CoordinatorMetrics {
   void RequestFailed(const absl::Status& status);
   void Rejected(const absl::Status& status);  // at the door
   void SetLoad(uint32_t running, uint32_t waiting);
+  // Slots of one rank's pool (all ranks' are alike): held by running samples, by the prefix cache alone,
+  // free.
+  void SetPool(uint64_t running, uint64_t cached, uint64_t free);
+  void Preempted(size_t samples);
 
   // `tokens` of one sample came `gap_s` behind its last ones (first: behind its submission).
   void TokensGained(uint32_t tokens, double gap_s, bool first);
@@ -52,10 +56,12 @@ class CoordinatorMetrics {
   std::shared_ptr<prometheus::Registry> registry_;
   prometheus::Family<prometheus::Counter>* requests_;
   prometheus::Family<prometheus::Counter>* rejections_;
-  prometheus::Family<prometheus::Gauge>* rank_up_;
+  prometheus::Family<prometheus::Gauge>* rank_up_family_;
+  std::vector<prometheus::Gauge*> rank_up_;  // by rank, made when the rank is first seen
   prometheus::Gauge *running_, *waiting_, *epoch_, *budget_;
+  prometheus::Gauge *slots_running_, *slots_cached_, *slots_free_;
   prometheus::Counter *prompt_tokens_, *cached_tokens_, *generated_tokens_;
-  prometheus::Counter *rounds_, *drafted_, *accepted_, *group_restarts_;
+  prometheus::Counter *rounds_, *drafted_, *accepted_, *group_restarts_, *preemptions_;
   prometheus::Counter *stop_, *length_, *tool_calls_;
   std::vector<prometheus::Counter*> accepted_by_depth_;
   prometheus::Histogram *first_token_, *inter_token_, *queue_, *total_, *step_, *tree_build_, *transport_;

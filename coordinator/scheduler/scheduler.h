@@ -88,6 +88,7 @@ class Scheduler {
   std::vector<LiveSequence> Live() const;
   void Enqueue(Sample* sample);
   void RunStep();
+  void CountPool(int64_t now_us);
   void DeliverGains();
   void Deliver(Gained* gained);
   void Complete(Sample* sample, const Gained& gained, const std::optional<std::string>& stop_string);
@@ -133,6 +134,7 @@ class Scheduler {
   bool lost_ = false;   // for good
   int64_t last_sent_us_ = 0;
   int64_t retry_forming_us_ = 0;
+  int64_t pool_counted_us_ = 0;
 };
 
 }  // namespace kdt

@@ -17,6 +17,7 @@ constexpr std::chrono::milliseconds kIdlePoll{50};  // how late a rank's death i
 constexpr int64_t kHeartbeatUs = 1'000'000;
 constexpr int64_t kFormRetryUs = 500'000;
 constexpr uint64_t kHeadroomTokens = 32;    // for each running sample
+constexpr int64_t kPoolCountUs = 500'000;   // counting visits every running sample
 constexpr uint32_t kExpectedAnswer = 1024;  // tokens to reserve neighbouring slots for
 
 double Seconds(int64_t from_us, int64_t to_us) {
@@ -33,6 +34,7 @@ void Scheduler::Run() {
     if (serves) {
       Admit();
       builder_.Build(&running_, &step_, &plan_, &preempted_);
+      metrics_.Preempted(preempted_.size());
       for (Sample* sample : preempted_) Enqueue(sample);
       preempted_.clear();
       UpdateCounts();
@@ -267,6 +269,7 @@ void Scheduler::RunStep() {
     LoseGroup();
     return;
   }
+  if (const int64_t now_us = MonotonicMicros(); now_us - pool_counted_us_ >= kPoolCountUs) CountPool(now_us);
   if (plan_.empty()) return;
   metrics_.StepDone(group_->last_cost());
   if (speculator_.decision().total_nodes > 0) metrics_.TreesBuilt(speculator_.last_build_us() * 1e-6);
@@ -288,6 +291,17 @@ void Scheduler::RunStep() {
       sample->keep_sequence = gained.error.empty();
     }
   }
+}
+
+void Scheduler::CountPool(int64_t now_us) {
+  pool_counted_us_ = now_us;
+  std::vector<uint64_t> running;
+  for (const Sample* sample : running_) {
+    if (sample->sequence_id != 0) running.push_back(sample->sequence_id);
+  }
+  const SlotLedger& ledger = store_.ledger();
+  const uint64_t held = ledger.HeldBy(running);
+  metrics_.SetPool(held, ledger.used() - held, ledger.free());
 }
 
 void Scheduler::DeliverGains() {

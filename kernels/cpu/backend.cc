@@ -1,6 +1,8 @@
 // The CPU backend: each call runs its op to the end on the backend's threads.
 #include "kdt/kernels/backend.h"
 
+#include <sys/utsname.h>
+
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -33,6 +35,10 @@ class CpuBackend final : public Backend {
 
   std::string name() const override { return "cpu"; }
   std::string device_name() const override { return device_name_; }
+  DeviceFacts facts() const override {
+    utsname machine;
+    return {uname(&machine) == 0 ? machine.machine : "", "", ""};
+  }
   DType activation_dtype() const override { return DType::kF32; }
 
   absl::StatusOr<void*> Allocate(size_t bytes) override {

@@ -6,12 +6,22 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "kdt/kernels/cuda_backend.h"
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/ops.h"
 
 namespace kdt::kernels {
 namespace {
+
+std::string Uuid(const cudaUUID_t& uuid) {
+  std::string text = "GPU-";
+  for (int i = 0; i < 16; ++i) {
+    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
+    absl::StrAppendFormat(&text, "%02x", static_cast<unsigned char>(uuid.bytes[i]));
+  }
+  return text;
+}
 
 class CudaBackend final : public Backend {
  public:
@@ -32,6 +42,9 @@ class CudaBackend final : public Backend {
     }
     auto backend = std::make_unique<CudaBackend>();
     backend->device_name_ = properties.name;
+    backend->facts_ = {absl::StrCat("sm_", arch), Uuid(properties.uuid),
+                       absl::StrFormat("%08X:%02X:%02X.0", properties.pciDomainID, properties.pciBusID,
+                                       properties.pciDeviceID)};
     backend->launch_.processors = properties.multiProcessorCount;
     backend->launch_.workspace_bytes = options.workspace_bytes / 256 * 256;
     KDT_CUDA_RETURN_IF_ERROR(cudaStreamCreateWithFlags(&backend->launch_.stream, cudaStreamNonBlocking));
@@ -53,6 +66,12 @@ class CudaBackend final : public Backend {
 
   std::string name() const override { return "cuda"; }
   std::string device_name() const override { return device_name_; }
+  DeviceFacts facts() const override { return facts_; }
+  std::optional<DeviceMemory> memory() const override {
+    size_t free = 0, total = 0;
+    if (cudaMemGetInfo(&free, &total) != cudaSuccess) return std::nullopt;
+    return DeviceMemory{total - free, total};
+  }
   DType activation_dtype() const override { return DType::kBF16; }
 
   absl::StatusOr<void*> Allocate(size_t bytes) override {
@@ -132,6 +151,7 @@ class CudaBackend final : public Backend {
 
   cuda::Launch launch_{};
   std::string device_name_;
+  DeviceFacts facts_;
 };
 
 }  // namespace

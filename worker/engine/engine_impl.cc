@@ -27,6 +27,21 @@ uint64_t Mix(uint64_t hash, uint64_t value) {
   return hash ^ (hash >> 31);
 }
 
+// Adds what the collective waits between construction and destruction.
+class WaitTimer {
+ public:
+  WaitTimer(const Collective& collective, int64_t* total)
+      : collective_(collective), total_(total), before_(collective.wait_ns()) {}
+  ~WaitTimer() { *total_ += collective_.wait_ns() - before_; }
+  WaitTimer(const WaitTimer&) = delete;
+  WaitTimer& operator=(const WaitTimer&) = delete;
+
+ private:
+  const Collective& collective_;
+  int64_t* total_;
+  const int64_t before_;
+};
+
 void FillLogprobs(const SampledRow& row, v1::PositionLogprobs* out) {
   out->mutable_token()->set_token_id(static_cast<uint32_t>(row.token));
   out->mutable_token()->set_logprob(row.logprob);
@@ -56,6 +71,7 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
   times_ = {};
   int64_t total_ns = 0;
   const int64_t wait_before = collective_->wait_ns();
+  int64_t sample_wait_ns = 0, draft_wait_ns = 0;
   {
     PhaseTimer timer(&total_ns);
     KDT_ASSIGN_OR_RETURN(const StepPlan plan, PlanStep(request, limits_, *pool_));
@@ -71,6 +87,7 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
       KDT_RETURN_IF_ERROR(BeginRows(sequences));
       KDT_RETURN_IF_ERROR(Forward(sequences));
       {
+        const WaitTimer wait(*collective_, &sample_wait_ns);
         PhaseTimer sample_timer(&times_.sample_ns);
         KDT_RETURN_IF_ERROR(Sample(sequences));
         KDT_RETURN_IF_ERROR(Walk(sequences));
@@ -78,6 +95,7 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
         KDT_RETURN_IF_ERROR(Commit(sequences));
       }
       if (drafter_ != nullptr) {
+        const WaitTimer wait(*collective_, &draft_wait_ns);
         PhaseTimer draft_timer(&times_.draft_ns);
         KDT_RETURN_IF_ERROR(Draft(sequences));
       }
@@ -99,6 +117,8 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
   timings->set_sample_us(Micros(times_.sample_ns));
   timings->set_draft_us(Micros(times_.draft_ns));
   timings->set_collective_wait_us(Micros(collective_->wait_ns() - wait_before));
+  timings->set_sample_wait_us(Micros(sample_wait_ns));
+  timings->set_draft_wait_us(Micros(draft_wait_ns));
   return absl::OkStatus();
 }
 
@@ -372,6 +392,7 @@ void EngineImpl::Respond(std::span<const PlannedSequence> sequences, v1::StepRes
   pool->set_runs(static_cast<uint32_t>(stats.runs));
   pool->set_fragmentation(stats.fragmentation);
   pool->set_moved_bytes(static_cast<uint64_t>(stats.moved_rows) * SlotBytes());
+  response->set_expert_imbalance(forward_->ExpertImbalance());
   if (options_.rank != 0) return;
   for (size_t s = 0; s < sequences.size(); ++s) {
     const PlannedSequence& sequence = sequences[s];

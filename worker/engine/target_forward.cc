@@ -32,6 +32,11 @@ absl::StatusOr<std::unique_ptr<TargetForward>> TargetForward::Create(kernels::Ba
   forward->max_rows_ = max_rows;
   forward->softmax_scale_ = config->SoftmaxScale();
   forward->rope_factor_ = config->rope.AttentionFactor();
+  // On a GPU the choice stays on the device: reading it back would stall every layer.
+  forward->count_experts_ = backend->name() == "cpu";
+  for (const TargetLayerWeights& layer : weights->layers) {
+    if (layer.experts.experts > 0) forward->expert_load_.AddLayer(&layer, layer.experts.experts);
+  }
 
   int64_t inner = 0;
   for (const TargetLayerWeights& layer : weights->layers) inner = std::max(inner, layer.down.cols);
@@ -164,6 +169,7 @@ absl::Status TargetForward::Moe(const TargetLayerWeights& layer, int64_t n, bool
       backend_->Router({normed, layer.router, layer.router_bias, top_k, config_->norm_topk_prob,
                         static_cast<float>(config_->routed_scaling_factor), expert_ids_.as<int32_t>(),
                         expert_weights_.as<float>()}));
+  if (count_experts_) expert_load_.Count(&layer, {expert_ids_.as<int32_t>(), static_cast<size_t>(n * top_k)});
   return backend_->Moe({normed, layer.experts, expert_ids_.as<int32_t>(), expert_weights_.as<float>(), top_k,
                         MakeTensor(branch_.data(), dtype, n, config_->hidden_size), accumulate});
 }

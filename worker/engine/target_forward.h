@@ -13,6 +13,7 @@
 #include "common/model_config.h"
 #include "kdt/kernels/backend.h"
 #include "worker/collective/collective.h"
+#include "worker/engine/expert_load.h"
 #include "worker/engine/kv_storage.h"
 #include "worker/engine/phase_timer.h"
 #include "worker/model/target_weights.h"
@@ -60,6 +61,9 @@ class TargetForward {
 
   const TargetWeights& weights() const { return *weights_; }
 
+  // See ExpertLoad; 0 without expert layers, and where the experts chosen are not in the host's memory.
+  double ExpertImbalance() const { return expert_load_.Imbalance(); }
+
  private:
   TargetForward() = default;
   absl::Status Attention(int64_t layer, const StepRows& rows, PhaseTimes* times);
@@ -85,6 +89,8 @@ class TargetForward {
   kernels::Buffer gate_up_, act_;               // 2 * widest inner, widest inner
   kernels::Buffer expert_ids_, expert_weights_;
   kernels::Buffer logits_;  // f32 vocab_local
+  bool count_experts_ = false;
+  ExpertLoad expert_load_;
 };
 
 }  // namespace kdt

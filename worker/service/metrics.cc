@@ -1,5 +1,6 @@
 #include "worker/service/metrics.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -7,17 +8,17 @@ namespace kdt {
 namespace {
 
 constexpr double kSecondsAMicro = 1e-6;
+constexpr double kBusyWindowUs = 1e6;  // step time that busy_ratio is taken over
 
 }  // namespace
 
 WorkerMetrics::WorkerMetrics(const WorkerIdentity& identity, std::shared_ptr<prometheus::Registry> registry)
-    : registry_(std::move(registry)) {
-  const prometheus::Labels rank = {{"rank", std::to_string(identity.rank)}};
+    : registry_(std::move(registry)), rank_({{"rank", std::to_string(identity.rank)}}) {
   const auto counter = [&](const char* name, const char* help) {
-    return &prometheus::BuildCounter().Name(name).Help(help).Register(*registry_).Add(rank);
+    return &prometheus::BuildCounter().Name(name).Help(help).Register(*registry_).Add(rank_);
   };
   const auto gauge = [&](const char* name, const char* help) {
-    return &prometheus::BuildGauge().Name(name).Help(help).Register(*registry_).Add(rank);
+    return &prometheus::BuildGauge().Name(name).Help(help).Register(*registry_).Add(rank_);
   };
   prometheus::BuildGauge()
       .Name("kdt_worker_info")
@@ -25,7 +26,10 @@ WorkerMetrics::WorkerMetrics(const WorkerIdentity& identity, std::shared_ptr<pro
       .Register(*registry_)
       .Add({{"rank", std::to_string(identity.rank)},
             {"backend", identity.backend},
-            {"device", identity.device}})
+            {"device", identity.device},
+            {"arch", identity.arch},
+            {"gpu_uuid", identity.gpu_uuid},
+            {"pci_bus_id", identity.pci_bus_id}})
       .Set(1);
 
   steps_ = counter("kdt_worker_steps_total", "Steps run");
@@ -42,10 +46,11 @@ WorkerMetrics::WorkerMetrics(const WorkerIdentity& identity, std::shared_ptr<pro
   prefill_rows_ = rows_of("prefill");
   tree_rows_ = rows_of("tree");
 
-  auto& busy = prometheus::BuildCounter()
-                   .Name("kdt_worker_busy_seconds_total")
-                   .Help("Time in each phase of a step; collective_wait is waiting for other ranks")
-                   .Register(*registry_);
+  auto& busy =
+      prometheus::BuildCounter()
+          .Name("kdt_worker_busy_seconds_total")
+          .Help("Step time by phase; the phases do not overlap, collective_wait is waiting for other ranks")
+          .Register(*registry_);
   const auto phase = [&](const char* name) {
     return &busy.Add({{"rank", std::to_string(identity.rank)}, {"phase", name}});
   };
@@ -55,6 +60,7 @@ WorkerMetrics::WorkerMetrics(const WorkerIdentity& identity, std::shared_ptr<pro
   collective_seconds_ = phase("collective_wait");
   draft_seconds_ = phase("draft");
   sample_seconds_ = phase("sample");
+  other_seconds_ = phase("other");
 
   auto& slots = prometheus::BuildGauge()
                     .Name("kdt_worker_kv_slots")
@@ -71,6 +77,10 @@ WorkerMetrics::WorkerMetrics(const WorkerIdentity& identity, std::shared_ptr<pro
   fragmentation_ = gauge("kdt_worker_kv_fragmentation_ratio", "1 - largest free extent / free slots");
   moved_bytes_ =
       counter("kdt_worker_kv_moved_bytes_total", "Bytes of KV rows moved by commits and relocation");
+  busy_ratio_ = gauge("kdt_worker_busy_ratio",
+                      "Share of step time not spent waiting for other ranks, over the last second of steps");
+  expert_imbalance_ = gauge("kdt_worker_expert_imbalance_ratio",
+                            "Busiest expert's rows over the mean expert's, mean of the layers; 1 is even");
   load_seconds_ = gauge("kdt_worker_load_seconds", "Time to load the weights");
   weight_bytes_ = gauge("kdt_worker_weight_bytes", "Bytes of this rank's weights");
 }
@@ -89,8 +99,21 @@ void WorkerMetrics::Observe(const v1::StepRequest& request, const v1::StepRespon
   moe_seconds_->Increment(timings.moe_us() * kSecondsAMicro);
   dense_seconds_->Increment(timings.dense_us() * kSecondsAMicro);
   collective_seconds_->Increment(timings.collective_wait_us() * kSecondsAMicro);
-  draft_seconds_->Increment(timings.draft_us() * kSecondsAMicro);
-  sample_seconds_->Increment(timings.sample_us() * kSecondsAMicro);
+  const double draft_us = timings.draft_us() - timings.draft_wait_us();
+  const double sample_us = timings.sample_us() - timings.sample_wait_us();
+  draft_seconds_->Increment(std::max(0.0, draft_us) * kSecondsAMicro);
+  sample_seconds_->Increment(std::max(0.0, sample_us) * kSecondsAMicro);
+  const double busy_us = timings.total_us() - timings.collective_wait_us();
+  const double other_us =
+      busy_us - timings.attention_us() - timings.moe_us() - timings.dense_us() - draft_us - sample_us;
+  other_seconds_->Increment(std::max(0.0, other_us) * kSecondsAMicro);
+  window_busy_us_ += busy_us;
+  window_total_us_ += timings.total_us();
+  if (window_total_us_ >= kBusyWindowUs) {
+    busy_ratio_->Set(window_busy_us_ / window_total_us_);
+    window_busy_us_ = window_total_us_ = 0;
+  }
+  if (response.expert_imbalance() > 0) expert_imbalance_->Set(response.expert_imbalance());
   for (const v1::SequenceResult& result : response.results()) {
     if (!result.error().empty()) failed_sequences_->Increment();
   }
@@ -111,6 +134,20 @@ void WorkerMetrics::Observe(const v1::StepRequest& request, const v1::StepRespon
 void WorkerMetrics::SetKvSlots(uint64_t total) {
   slots_total_ = total;
   slots_free_->Set(static_cast<double>(total));
+}
+
+void WorkerMetrics::SetDeviceMemory(uint64_t used, uint64_t total) {
+  auto& memory = prometheus::BuildGauge()
+                     .Name("kdt_worker_device_memory_bytes")
+                     .Help("The GPU's memory behind loading: used by all processes, and total")
+                     .Register(*registry_);
+  const auto set = [&](const char* state, uint64_t bytes) {
+    prometheus::Labels labels = rank_;
+    labels["state"] = state;
+    memory.Add(labels).Set(static_cast<double>(bytes));
+  };
+  set("used", used);
+  set("total", total);
 }
 
 void WorkerMetrics::SetLoaded(double seconds, uint64_t bytes) {

@@ -20,10 +20,15 @@ class WorkerMetrics {
   void Observe(const v1::StepRequest& request, const v1::StepResponse& response);
   void SetLoaded(double seconds, uint64_t bytes);
   void SetKvSlots(uint64_t total);
+  void SetDeviceMemory(uint64_t used, uint64_t total);
 
  private:
   std::shared_ptr<prometheus::Registry> registry_;
+  const prometheus::Labels rank_;
   uint64_t slots_total_ = 0;
+  // Steps since busy_ratio_ was set.
+  double window_busy_us_ = 0;
+  double window_total_us_ = 0;
   uint64_t moved_so_far_ = 0;
   prometheus::Counter* steps_;
   prometheus::Counter* failed_steps_;
@@ -36,6 +41,7 @@ class WorkerMetrics {
   prometheus::Counter* collective_seconds_;
   prometheus::Counter* draft_seconds_;
   prometheus::Counter* sample_seconds_;
+  prometheus::Counter* other_seconds_;
   prometheus::Counter* failed_sequences_;
   prometheus::Counter* moved_bytes_;
   prometheus::Gauge* slots_private_;
@@ -44,6 +50,8 @@ class WorkerMetrics {
   prometheus::Gauge* sequences_;
   prometheus::Gauge* runs_;
   prometheus::Gauge* fragmentation_;
+  prometheus::Gauge* busy_ratio_;
+  prometheus::Gauge* expert_imbalance_;
   prometheus::Gauge* load_seconds_;
   prometheus::Gauge* weight_bytes_;
 };

@@ -18,6 +18,10 @@ struct WorkerIdentity {
   int tp = 1;
   std::string backend;
   std::string device;
+  // As in kernels/backend.h, DeviceFacts.
+  std::string arch = {};
+  std::string gpu_uuid = {};
+  std::string pci_bus_id = {};
 };
 
 class WorkerService : public v1::Worker::CallbackService {

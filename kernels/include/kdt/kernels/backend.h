@@ -1,12 +1,16 @@
-// A backend runs the ops of a step on one device. The model code (worker/engine) is written once against this class.
+// A backend runs the ops of a step on one device. The model code (worker/engine) is written once against this
+// class.
 //
-// Ops run in the order of the calls. On the CPU a call has finished when it returns; on a GPU it is queued, may be
-// captured into a graph, and its results are there after Synchronize(). Pointers in the args are the backend's memory.
-// Arguments come from our own code: a shape that does not fit is a bug and aborts; a device failure is a Status.
+// Ops run in the order of the calls. On the CPU a call has finished when it returns; on a GPU it is queued,
+// may be captured into a graph, and its results are there after Synchronize(). Pointers in the args are the
+// backend's memory. Arguments come from our own code: a shape that does not fit is a bug and aborts; a device
+// failure is a Status.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -29,13 +33,27 @@
 
 namespace kdt::kernels {
 
+// What an operator looks a device up by; empty or 0 where there is no such thing.
+struct DeviceFacts {
+  std::string arch;        // "sm_120"; the CPU's machine, e.g. "x86_64"
+  std::string gpu_uuid;    // as nvidia-smi and DCGM print it: "GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
+  std::string pci_bus_id;  // "00000000:C1:00.0"
+};
+struct DeviceMemory {
+  uint64_t used_bytes = 0;  // by all processes
+  uint64_t total_bytes = 0;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
 
   virtual std::string name() const = 0;         // "cpu", "cuda"
   virtual std::string device_name() const = 0;  // processor or GPU
-  virtual DType activation_dtype() const = 0;   // f32 on the CPU, bf16 on CUDA
+  virtual DeviceFacts facts() const = 0;
+  // Nothing where the device's memory is the host's. Slow: not within a step.
+  virtual std::optional<DeviceMemory> memory() const { return std::nullopt; }
+  virtual DType activation_dtype() const = 0;  // f32 on the CPU, bf16 on CUDA
 
   // Zeroed memory of the device, aligned to 256 bytes. RESOURCE_EXHAUSTED with the size when there is none.
   virtual absl::StatusOr<void*> Allocate(size_t bytes) = 0;
@@ -100,8 +118,8 @@ class Buffer {
   size_t bytes_ = 0;
 };
 
-// The CPU backend. `threads` 1 .. 1024 compute threads (the caller's included). They wait on a futex between ops after a
-// spin of a few microseconds; with 1 thread nothing is started and nothing spins.
+// The CPU backend. `threads` 1 .. 1024 compute threads (the caller's included). They wait on a futex between
+// ops after a spin of a few microseconds; with 1 thread nothing is started and nothing spins.
 absl::StatusOr<std::unique_ptr<Backend>> MakeCpuBackend(int threads);
 
 }  // namespace kdt::kernels

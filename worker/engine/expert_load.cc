@@ -1,0 +1,41 @@
+#include "worker/engine/expert_load.h"
+
+#include <algorithm>
+
+namespace kdt {
+namespace {
+
+// Rows an expert has on average when the counts are halved: enough that chance alone moves the ratio little.
+constexpr uint64_t kRowsAnExpert = 256;
+
+}  // namespace
+
+void ExpertLoad::AddLayer(const void* layer, int64_t experts) {
+  layers_.push_back({layer, std::vector<uint64_t>(static_cast<size_t>(experts))});
+}
+
+void ExpertLoad::Count(const void* layer, std::span<const int32_t> expert_ids) {
+  const auto found = std::find_if(layers_.begin(), layers_.end(),
+                                  [layer](const Layer& known) { return known.name == layer; });
+  if (found == layers_.end()) return;
+  for (const int32_t expert : expert_ids) ++found->rows[static_cast<size_t>(expert)];
+  found->total += expert_ids.size();
+  if (found->total < kRowsAnExpert * found->rows.size()) return;
+  found->total = 0;
+  for (uint64_t& rows : found->rows) found->total += rows /= 2;
+}
+
+double ExpertLoad::Imbalance() const {
+  double sum = 0;
+  int layers = 0;
+  for (const Layer& layer : layers_) {
+    if (layer.total == 0) continue;
+    const uint64_t most = *std::max_element(layer.rows.begin(), layer.rows.end());
+    sum +=
+        static_cast<double>(most) * static_cast<double>(layer.rows.size()) / static_cast<double>(layer.total);
+    ++layers;
+  }
+  return layers == 0 ? 0 : sum / layers;
+}
+
+}  // namespace kdt
