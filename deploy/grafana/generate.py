@@ -24,7 +24,8 @@ def quantiles(series, *which):
 
 
 def panel(title, queries, kind="timeseries", unit="short", width=8, height=7, about="", **options):
-    """One panel. queries: (expression, legend) each. options: stack, min, max, decimals, instant, repeat."""
+    """One panel. queries: (expression, legend) each. options: stack, grey (a legend), min, max, decimals, instant,
+    repeat."""
     return dict(title=title, queries=queries, kind=kind, unit=unit, width=width, height=height, about=about, **options)
 
 
@@ -50,8 +51,8 @@ CLUSTER = [
     panel("Requests", [
         (f"sum by (group) (kdt_requests_running{{{GROUP}}})", "running, group {{group}}"),
         (f"sum by (group) (kdt_requests_waiting{{{GROUP}}})", "waiting, group {{group}}")]),
-    panel("Requests ended/s", [(f"sum by (finish_reason) ({rate('kdt_requests_total')})", "{{finish_reason}}")], stack=True),
-    panel("Requests refused/s", [(f"sum by (reason) ({rate('kdt_admission_rejections_total')})", "{{reason}}")], stack=True),
+    panel("Requests ended/s", [(f"sum by (finish_reason) ({rate('kdt_requests_total')})", "{{finish_reason}}")], stack=True, min=0),
+    panel("Requests refused/s", [(f"sum by (reason) ({rate('kdt_admission_rejections_total')})", "{{reason}}")], stack=True, min=0),
     panel("KV slots", [(f"sum by (state) (kdt_kv_slots{{{GROUP}}})", "{{state}}")], stack=True, min=0,
           about="Of one rank's pool; all ranks' pools are alike. The prefix cache gives its slots up when they are needed."),
     panel("Requests set back/s", [(f"sum by (group) ({rate('kdt_preemptions_total')})", "group {{group}}")], min=0,
@@ -70,9 +71,9 @@ CLUSTER = [
     panel("Tokens a round", [("group:kdt_tokens_per_round:ratio_rate1m{%s}" % GROUP, "group {{group}}")], min=1,
           about="Tokens that one verify of one sequence yields. 1 is plain decoding."),
     panel("Acceptance by depth", [
-        (f"sort_desc(sum by (depth) ({rate('kdt_accepted_tokens_by_depth_total')}) / ignoring (depth) group_left () "
+        (f"topk(8, sum by (depth) ({rate('kdt_accepted_tokens_by_depth_total')}) / ignoring (depth) group_left () "
          f"sum({rate('kdt_rounds_total')}))", "depth {{depth}}")], "bargauge", unit="percentunit", min=0, max=1, instant=True,
-          about="Share of rounds that accepted a drafted token at this depth of the tree."),
+          about="Share of rounds that accepted a drafted token at this depth of the tree; the eight largest."),
     panel("Drafted tokens/s", [
         (f"sum({rate('kdt_drafted_tokens_total')})", "drafted"),
         (f"sum({rate('kdt_accepted_tokens_total')})", "accepted")], min=0),
@@ -108,7 +109,7 @@ RANKS = [
         f'/ sum by (group, rank) ({rate("kdt_worker_step_seconds_total", RANK)})'), width=12, height=8, unit="percentunit", min=0,
           max=1, about="The slow rank waits least: the others wait for it."),
     panel("Rank $rank: busy by phase", [(f"sum by (phase) ({rate('kdt_worker_busy_seconds_total', RANK)})", "{{phase}}")],
-          width=6, height=6, unit="percentunit", min=0, max=1, stack=True, repeat="rank",
+          width=6, height=6, unit="percentunit", min=0, max=1, stack=True, grey="collective_wait", repeat="rank",
           about="Seconds of each phase in a second. What is missing to 100% is idle between steps."),
 
     row("Occupancy"),
@@ -171,7 +172,11 @@ def field_config(spec):
         if spec.get("stack"):
             custom["stacking"] = {"mode": "normal", "group": "A"}
         defaults["custom"] = custom
-    return {"defaults": defaults, "overrides": []}
+    overrides = []
+    if "grey" in spec:
+        overrides.append({"matcher": {"id": "byName", "options": spec["grey"]},
+                          "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": "#c0c0c0"}}]})
+    return {"defaults": defaults, "overrides": overrides}
 
 
 def render_panel(spec, number, x, y):

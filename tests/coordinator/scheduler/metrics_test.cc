@@ -42,6 +42,9 @@ TEST_CASE("metrics count what was done") {
   CHECK(has("kdt_requests_waiting 0"));
   CHECK(has("kdt_prompt_tokens_total 80"));
   CHECK(has("kdt_rank_up{rank=\"0\"} 0"));
+  CHECK(has("kdt_preemptions_total 0"));
+  CHECK(text.find("\nkdt_kv_slots{state=\"free\"} ") != std::string::npos);
+  CHECK_FALSE(has("kdt_kv_slots{state=\"free\"} 0"));
   CHECK(has("kdt_epoch 1"));
   CHECK(has("kdt_request_seconds_count 2"));
   CHECK(has("kdt_time_to_first_token_seconds_count 3"));

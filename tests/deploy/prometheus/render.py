@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import live_group  # noqa: E402
 
 SLOW_RANK = 3
-STOPPED_MS, RUNNING_MS = 6, 6
+STOPPED_MS, RUNNING_MS = 20, 5
 RATE_INTERVAL = "10s"
 STEP = 1  # seconds between points
 COLUMN_INCHES, ROW_INCHES = 0.8, 0.32
@@ -53,9 +53,12 @@ def legend(template, metric):
 
 
 class Panel:
-    def __init__(self, figure, panel, place, prometheus, times, variables):
+    def __init__(self, figure, panel, place, prometheus, times, slowed, variables):
         self.panel, self.prometheus, self.times, self.variables = panel, prometheus, times, variables
+        self.slowed = slowed - times[1]
         self.unit = panel["fieldConfig"]["defaults"]["unit"]
+        overrides = panel["fieldConfig"]["overrides"]
+        self.grey = overrides[0]["matcher"]["options"] if overrides else None
         self.axes = figure.add_axes(place)
         title = live_group.with_variables(panel["title"], **variables)
         self.axes.set_title(title, fontsize=8.5, loc="left", fontweight="bold", pad=4)
@@ -92,11 +95,13 @@ class Panel:
         found = sorted(self.series(), key=lambda item: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", item[0])])
         if not found:
             return False
+        found.sort(key=lambda item: item[0] == self.grey)
         defaults = self.panel["fieldConfig"]["defaults"]
         if "stacking" in defaults["custom"]:
             grid = sorted({at for _, points in found for at, _ in points})
             rows = [[dict(points).get(at, 0) for at in grid] for _, points in found]
-            self.axes.stackplot(grid, rows, labels=[name for name, _ in found], colors=COLORS, alpha=0.85)
+            colors = [COLORS[i] if name != self.grey else "#c0c0c0" for i, (name, _) in enumerate(found)]
+            self.axes.stackplot(grid, rows, labels=[name for name, _ in found], colors=colors, alpha=0.85)
         else:
             for (name, points), color in zip(found, COLORS * 9):
                 self.axes.plot(*zip(*points), label=name, color=color, linewidth=1.1)
@@ -107,6 +112,7 @@ class Panel:
         self.axes.yaxis.set_major_formatter(lambda value, _: scaled(value, self.unit))
         self.axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f} s" if value else "now")
         self.axes.grid(axis="y", linewidth=0.3)
+        self.axes.axvline(self.slowed, color="#888888", linewidth=1.2)
         names = [name for name, _ in found if name]
         if names:
             self.axes.legend(fontsize=6.3, ncols=4 if len(names) < 9 else 6, loc="upper left", bbox_to_anchor=(-0.02, -0.13),
@@ -153,11 +159,13 @@ def expanded(panels, ranks):
         shift += at["h"] * ((ranks - 1) // a_row)
 
 
-def draw(dashboard, path, prometheus, times, ranks):
+def draw(dashboard, path, prometheus, times, slowed, ranks):
     panels = list(expanded(dashboard["panels"], ranks))
     rows = max(y + panel["gridPos"]["h"] for panel, _, y, _ in panels) + 2
     figure = plt.figure(figsize=(24 * COLUMN_INCHES, rows * ROW_INCHES), dpi=90)
     figure.text(0.012, 1 - 1 / rows, dashboard["title"], fontsize=14, fontweight="bold", va="center")
+    figure.text(0.3, 1 - 1 / rows, f"grey line: from here on rank {SLOW_RANK} is stopped for {STOPPED_MS} of every "
+                f"{STOPPED_MS + RUNNING_MS} ms", fontsize=9, va="center")
     for panel, x, y, variables in panels:
         width, height, y = panel["gridPos"]["w"], panel["gridPos"]["h"], y + 2
         if panel["type"] == "row":
@@ -167,13 +175,13 @@ def draw(dashboard, path, prometheus, times, ranks):
         top, bottom = 1.1, 1.9 if panel["type"] == "timeseries" else 1.0
         left, right = (1.5 if panel["type"] == "bargauge" else 1.1), 0.3
         place = ((x + left) / 24, 1 - (y + height - bottom) / rows, (width - left - right) / 24, (height - top - bottom) / rows)
-        Panel(figure, panel, place, prometheus, times, variables)
+        Panel(figure, panel, place, prometheus, times, slowed, variables)
     figure.savefig(path)
     plt.close(figure)
 
 
 def slow_down(pid, ended):
-    """Stops the process for half of the time until told."""
+    """Stops the process for most of the time until told."""
     with contextlib.suppress(ProcessLookupError):
         while not ended.wait(RUNNING_MS / 1000):
             os.kill(pid, signal.SIGSTOP)
@@ -201,11 +209,12 @@ def main():
         try:
             time.sleep(options.seconds / 2 + 10)
             slow.start()
+            slowed = time.time()
             time.sleep(options.seconds / 2)
             now = time.time()
             times = (now - options.seconds, now)
             for path in sorted((live_group.SOURCE / "deploy/grafana").glob("*.json")):
-                draw(json.loads(path.read_text()), out / f"dashboard-{path.stem}.png", prometheus, times, group.tp)
+                draw(json.loads(path.read_text()), out / f"dashboard-{path.stem}.png", prometheus, times, slowed, group.tp)
         finally:
             ended.set()
             if slow.ident is not None:

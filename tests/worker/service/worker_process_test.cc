@@ -222,7 +222,7 @@ TEST_CASE("two worker processes generate the reference's greedy tokens and end o
   REQUIRE(log.find(mark) != std::string::npos);
   const std::string metrics = HttpGet(std::stoi(log.substr(log.find(mark) + mark.size())), "/metrics");
   for (const char* line :
-       {"kdt_worker_info{backend=\"cpu\",device=", "kdt_worker_steps_total{rank=\"0\"} 6",
+       {"kdt_worker_info{arch=", "kdt_worker_steps_total{rank=\"0\"} 6",
         "kdt_worker_load_seconds{rank=\"0\"}", "kdt_worker_rows_total{kind=\"prefill\",rank=\"0\"}",
         "kdt_worker_busy_seconds_total{phase=\"moe\",rank=\"0\"}",
         "kdt_worker_kv_slots{rank=\"0\",state=\"private\"}",
