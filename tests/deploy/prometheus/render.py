@@ -108,7 +108,7 @@ class Panel:
         self.axes.set_xlim(self.times[0] - self.times[1], 0)
         low, high = self.axes.get_ylim()
         low = defaults.get("min", low)
-        self.axes.set_ylim(low, defaults.get("max", high if high > low else low + 1))
+        self.axes.set_ylim(low, defaults.get("max", 1.05 * high if high > low else low + 1))
         self.axes.yaxis.set_major_formatter(lambda value, _: scaled(value, self.unit))
         self.axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f} s" if value else "now")
         self.axes.grid(axis="y", linewidth=0.3)
