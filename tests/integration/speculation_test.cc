@@ -159,6 +159,11 @@ TEST_CASE("tp 1, spine-first trees: the same bits") { CheckBitEquality(1, "spine
 
 TEST_CASE("tp 8: the same bits with every speculation setting") { CheckBitEquality(8, "best-first", 24, 13); }
 
+// The same at full length, minutes long: run it by its tag, test_speculation "[full]".
+TEST_CASE("tp 8, all prompts: the same bits with every speculation setting", "[.][full]") {
+  CheckBitEquality(8, "best-first", kPrompts, 14);
+}
+
 TEST_CASE("at temperature 1 tokens drawn through trees follow the target's distribution") {
   // 5,000 samples of five tokens with fresh seeds. The draws are pooled by their prefix; for each prefix seen
   // often enough the counts are compared with the target's own probabilities (chi-square at level 1e-4 for
