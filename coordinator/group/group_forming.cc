@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
 #include <random>
 #include <thread>
 
@@ -70,29 +72,50 @@ std::string NewCollectiveId(uint64_t epoch) {
   return absl::StrFormat("kdt-%d-%d-%08x", getpid(), epoch, random());
 }
 
-absl::Status JoinAll(const std::vector<std::unique_ptr<RankLink>>& links, uint64_t epoch) {
+// Once a rank has failed or `cancelled` says so, the others are not waited for: they would wait in vain.
+absl::Status JoinAll(const std::vector<std::unique_ptr<RankLink>>& links, uint64_t epoch,
+                     const std::function<bool()>& cancelled) {
   v1::JoinGroupRequest request;
   request.set_epoch(epoch);
   request.set_tp(static_cast<uint32_t>(links.size()));
   request.set_collective_id(NewCollectiveId(epoch));
   request.set_timeout_ms(kJoinTimeoutMs);
-  std::vector<absl::Status> results(links.size());
+  std::vector<std::unique_ptr<grpc::ClientContext>> contexts(links.size());
+  for (auto& context : contexts) context = std::make_unique<grpc::ClientContext>();
+  std::mutex mutex;  // over all below
+  std::condition_variable changed;
+  size_t ended = 0;
+  absl::Status failure;  // the first; one of a rank by itself says more than that of one which waited for it
+  bool gave_up = false;
   std::vector<std::thread> threads;
   for (size_t i = 0; i < links.size(); ++i) {
     threads.emplace_back([&, i, mine = request]() mutable {
       mine.set_rank(static_cast<uint32_t>(i));
-      results[i] = links[i]->Join(mine, kJoinTimeoutMs + kJoinGraceMs).status();
+      const absl::Status joined =
+          links[i]->Join(mine, kJoinTimeoutMs + kJoinGraceMs, contexts[i].get()).status();
+      const std::lock_guard lock(mutex);
+      ++ended;
+      const bool first =
+          failure.ok() || (absl::IsDeadlineExceeded(failure) && !absl::IsDeadlineExceeded(joined));
+      if (!joined.ok() && first && !gave_up) failure = RankError(*links[i], joined);
+      changed.notify_all();
     });
   }
-  for (std::thread& thread : threads) thread.join();
-  // A rank that failed by itself says more than those that waited for it in vain.
-  const auto waited = [](const absl::Status& status) { return absl::IsDeadlineExceeded(status); };
-  for (const bool also_waited : {false, true}) {
-    for (size_t i = 0; i < links.size(); ++i) {
-      if (!results[i].ok() && (also_waited || !waited(results[i]))) return RankError(*links[i], results[i]);
+  {
+    std::unique_lock lock(mutex);
+    const auto settled = [&] {
+      return ended == links.size() || (!failure.ok() && !absl::IsDeadlineExceeded(failure));
+    };
+    while (!changed.wait_for(lock, std::chrono::milliseconds(kPollMs), settled) && !cancelled()) {
     }
+    gave_up = ended < links.size();
+    if (gave_up && failure.ok()) failure = absl::CancelledError("forming the group was cancelled");
   }
-  return absl::OkStatus();
+  if (gave_up) {
+    for (auto& context : contexts) context->TryCancel();
+  }
+  for (std::thread& thread : threads) thread.join();
+  return failure;
 }
 
 }  // namespace
@@ -151,7 +174,7 @@ absl::StatusOr<FormedGroup> FormGroup(const std::vector<std::unique_ptr<RankLink
   formed.epoch = last_epoch + 1;
   for (const auto& rank : formed.ranks) formed.epoch = std::max(formed.epoch, rank.last_epoch() + 1);
   spdlog::info("all {} ranks are loaded; joining them in epoch {}", links.size(), formed.epoch);
-  KDT_RETURN_IF_ERROR(JoinAll(links, formed.epoch));
+  KDT_RETURN_IF_ERROR(JoinAll(links, formed.epoch, cancelled));
   return formed;
 }
 

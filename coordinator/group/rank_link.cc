@@ -58,11 +58,11 @@ absl::StatusOr<v1::DescribeResponse> RankLink::Describe(int timeout_ms) {
   return response;
 }
 
-absl::StatusOr<v1::JoinGroupResponse> RankLink::Join(const v1::JoinGroupRequest& request, int timeout_ms) {
-  grpc::ClientContext context;
-  SetTimeout(&context, timeout_ms);
+absl::StatusOr<v1::JoinGroupResponse> RankLink::Join(const v1::JoinGroupRequest& request, int timeout_ms,
+                                                     grpc::ClientContext* context) {
+  SetTimeout(context, timeout_ms);
   v1::JoinGroupResponse response;
-  KDT_RETURN_IF_ERROR(ToAbsl(stub_->JoinGroup(&context, request, &response)));
+  KDT_RETURN_IF_ERROR(ToAbsl(stub_->JoinGroup(context, request, &response)));
   return response;
 }
 

@@ -36,7 +36,9 @@ class RankLink {
 
   // Unary, blocking up to `timeout_ms`. UNAVAILABLE while nobody listens.
   absl::StatusOr<v1::DescribeResponse> Describe(int timeout_ms);
-  absl::StatusOr<v1::JoinGroupResponse> Join(const v1::JoinGroupRequest& request, int timeout_ms);
+  // CANCELLED soon after another thread calls context->TryCancel().
+  absl::StatusOr<v1::JoinGroupResponse> Join(const v1::JoinGroupRequest& request, int timeout_ms,
+                                             grpc::ClientContext* context);
   absl::Status Drain(int timeout_ms);
 
   // Opens the step stream; its events arrive in `queue`.

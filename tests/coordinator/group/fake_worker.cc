@@ -50,10 +50,16 @@ grpc::Status FakeWorker::Describe(grpc::ServerContext*, const v1::DescribeReques
   return grpc::Status::OK;
 }
 
-grpc::Status FakeWorker::JoinGroup(grpc::ServerContext*, const v1::JoinGroupRequest* request,
+grpc::Status FakeWorker::JoinGroup(grpc::ServerContext* context, const v1::JoinGroupRequest* request,
                                    v1::JoinGroupResponse*) {
   if (request->rank() != rank_ || request->epoch() <= epoch) {
     return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "epoch or rank");
+  }
+  if (fault == Fault::kJoinFails)
+    return grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED, "no room to join");
+  if (fault == Fault::kJoinHangs) {
+    while (!context->IsCancelled()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    return grpc::Status::CANCELLED;
   }
   epoch = request->epoch();
   toy_.StartEpoch();
@@ -68,6 +74,8 @@ grpc::Status FakeWorker::Steps(grpc::ServerContext* context,
     absl::Status status = toy_.Step(request, &response);
     switch (fault) {
       case Fault::kNone:
+      case Fault::kJoinFails:
+      case Fault::kJoinHangs:
         break;
       case Fault::kHang:
         while (!context->IsCancelled()) std::this_thread::sleep_for(std::chrono::milliseconds(5));

@@ -19,6 +19,8 @@ enum class Fault {
   kWaits,       // answers that it waited in vain for another rank
   kFails,       // answers with an error of its own
   kDigest,      // computes something else than the others
+  kJoinFails,   // has no room to join
+  kJoinHangs,   // waits in JoinGroup for a peer that does not come
   kEndsStream,  // as if the process had died
 };
 

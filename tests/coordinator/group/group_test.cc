@@ -103,6 +103,23 @@ TEST_CASE("ranks form a group, take steps and tell of themselves") {
   for (const auto& worker : ranks.workers) CHECK(worker->drained);
 }
 
+TEST_CASE("a rank that cannot join is named while the others still wait for it") {
+  Ranks ranks;
+  for (const int rank : {0, 2, 3}) ranks.workers[rank]->fault = Fault::kJoinHangs;
+  ranks.workers[1]->fault = Fault::kJoinFails;
+  ranks.group->Form();
+  REQUIRE(ranks.WaitState(GroupState::kDown));
+  CHECK(ranks.group->reason() == "rank 1: no room to join");
+}
+
+TEST_CASE("a group that is given up while its ranks join ends without waiting for them") {
+  Ranks ranks;
+  for (auto& worker : ranks.workers) worker->fault = Fault::kJoinHangs;
+  ranks.group->Form();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  ranks.group.reset();  // hangs for the join's time limit, a minute, if it waits
+}
+
 TEST_CASE("a rank that cannot load is named with its reason") {
   Ranks ranks;
   ranks.workers[3]->description.set_ready(false);
