@@ -1,5 +1,7 @@
 #include "common/address.h"
 
+#include <arpa/inet.h>
+
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -10,6 +12,14 @@ namespace {
 constexpr size_t kMaxUnixPath = 107;  // sun_path of Linux, less the final zero
 
 }  // namespace
+
+bool Address::is_local() const {
+  if (is_unix() || host == "localhost") return true;
+  in_addr v4{};
+  if (inet_pton(AF_INET, host.c_str(), &v4) == 1) return ntohl(v4.s_addr) >> 24 == 127;
+  in6_addr v6{};
+  return inet_pton(AF_INET6, host.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6);
+}
 
 std::string Address::ToString() const {
   if (is_unix()) return absl::StrCat("unix:", unix_path);

@@ -14,6 +14,8 @@ struct Address {
   std::string unix_path;  // empty for TCP
 
   bool is_unix() const { return !unix_path.empty(); }
+  // A unix socket, "localhost", or a loopback address: not reachable from another host.
+  bool is_local() const;
   // As gRPC takes it: "host:port", "[v6]:port" or "unix:path".
   std::string ToString() const;
 };

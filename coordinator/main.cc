@@ -24,6 +24,7 @@
 #include "common/log.h"
 #include "common/metrics.h"
 #include "common/status.h"
+#include "coordinator/api/security_flags.h"
 #include "coordinator/api/server.h"
 #include "coordinator/group/rank_group.h"
 #include "coordinator/scheduler/scheduler.h"
@@ -129,6 +130,7 @@ absl::StatusOr<SpeculationOptions> ReadSpeculation() {
 absl::StatusOr<int> Serve() {
   KDT_RETURN_IF_ERROR(CheckFlags());
   KDT_ASSIGN_OR_RETURN(const Address listen, ParseAddress(absl::GetFlag(FLAGS_listen), "--listen"));
+  KDT_ASSIGN_OR_RETURN(const ApiSecurity security, ApiSecurityFromFlags(listen));
   KDT_ASSIGN_OR_RETURN(const auto model, LoadModel(absl::GetFlag(FLAGS_model)));
 
   Events events;
@@ -184,7 +186,10 @@ absl::StatusOr<int> Serve() {
   TextTools tools{model->tokenizer, std::nullopt};
   if (auto control = ControlTokens::Find(*model->tokenizer); control.ok()) tools.control = *control;
   Scheduler scheduler(std::move(options), &group, std::move(tools));
-  KDT_ASSIGN_OR_RETURN(const auto server, ApiServer::Start(listen, model, &group, &scheduler));
+  KDT_ASSIGN_OR_RETURN(const auto server, ApiServer::Start(listen, model, &group, &scheduler, security));
+  if (const Address* health = server->health_address(); health != nullptr) {
+    spdlog::info("health alone on {}", health->ToString());
+  }
   to_wake = &scheduler;
   group.Form();
   scheduler.Start();

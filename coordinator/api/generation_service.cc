@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "coordinator/api/client_text.h"
@@ -16,6 +17,14 @@ namespace {
 
 constexpr char kRetryAfterKey[] = "retry-after-ms";
 constexpr int kRetryAfterMs = 500;
+
+// As gRPC names a peer; the brackets of IPv6 come percent-encoded.
+bool IsLocalPeer(absl::string_view peer) {
+  for (const absl::string_view local : {"unix:", "ipv4:127.", "ipv6:%5B::1%5D:", "ipv6:[::1]:"}) {
+    if (absl::StartsWith(peer, local)) return true;
+  }
+  return false;
+}
 
 // One Generate call. gRPC owns it until OnDone.
 class GenerateCall : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
@@ -77,8 +86,12 @@ class GenerateCall : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
 }  // namespace
 
 GenerationService::GenerationService(std::shared_ptr<const ServedModel> model, Group* group,
-                                     Scheduler* scheduler)
-    : model_(std::move(model)), group_(group), scheduler_(scheduler) {}
+                                     Scheduler* scheduler, std::shared_ptr<const ApiKeys> keys)
+    : model_(std::move(model)), group_(group), scheduler_(scheduler), keys_(std::move(keys)) {}
+
+absl::Status GenerationService::Authorize(const grpc::CallbackServerContext& context) const {
+  return keys_ == nullptr ? absl::OkStatus() : keys_->Check(context);
+}
 
 RequestLimits GenerationService::Limits() const {
   const GroupLimits group = group_->limits();
@@ -97,6 +110,7 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* GenerationService::Generate(grpc::Ca
                                                                         const grpc::ByteBuffer* bytes) {
   auto* call = new GenerateCall(context, scheduler_);
   const auto check = [&]() -> absl::StatusOr<RequestSpec> {
+    KDT_RETURN_IF_ERROR(Authorize(*context));
     if (group_->state() != GroupState::kServing)
       return absl::UnavailableError("no model is being served right now");
     v1::GenerateRequest request;
@@ -132,7 +146,8 @@ grpc::ServerUnaryReactor* GenerationService::Tokenize(grpc::CallbackServerContex
                                                       const grpc::ByteBuffer* bytes,
                                                       grpc::ByteBuffer* response) {
   auto* reactor = context->DefaultReactor();
-  reactor->Finish(ToGrpc(DoTokenize(*bytes, response)));
+  const absl::Status allowed = Authorize(*context);
+  reactor->Finish(ToGrpc(allowed.ok() ? DoTokenize(*bytes, response) : allowed));
   return reactor;
 }
 
@@ -152,13 +167,19 @@ grpc::ServerUnaryReactor* GenerationService::Detokenize(grpc::CallbackServerCont
                                                         const grpc::ByteBuffer* bytes,
                                                         grpc::ByteBuffer* response) {
   auto* reactor = context->DefaultReactor();
-  reactor->Finish(ToGrpc(DoDetokenize(*bytes, response)));
+  const absl::Status allowed = Authorize(*context);
+  reactor->Finish(ToGrpc(allowed.ok() ? DoDetokenize(*bytes, response) : allowed));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* GenerationService::GetModelInfo(grpc::CallbackServerContext* context,
                                                           const v1::GetModelInfoRequest*,
                                                           v1::ModelInfo* response) {
+  auto* reactor = context->DefaultReactor();
+  if (const absl::Status allowed = Authorize(*context); !allowed.ok()) {
+    reactor->Finish(ToGrpc(allowed));
+    return reactor;
+  }
   const ModelConfig& config = model_->config;
   const GroupLimits limits = group_->limits();
   response->set_name(model_->name);
@@ -169,7 +190,6 @@ grpc::ServerUnaryReactor* GenerationService::GetModelInfo(grpc::CallbackServerCo
   response->set_draft_block_size(limits.draft_block_size);
   response->set_checkpoint_digest(limits.checkpoint_digest);
   for (const int64_t id : config.eos_token_ids) response->add_stop_token_ids(static_cast<uint32_t>(id));
-  auto* reactor = context->DefaultReactor();
   reactor->Finish(grpc::Status::OK);
   return reactor;
 }
@@ -177,25 +197,33 @@ grpc::ServerUnaryReactor* GenerationService::GetModelInfo(grpc::CallbackServerCo
 grpc::ServerUnaryReactor* GenerationService::GetClusterInfo(grpc::CallbackServerContext* context,
                                                             const v1::GetClusterInfoRequest*,
                                                             v1::ClusterInfo* response) {
+  auto* reactor = context->DefaultReactor();
+  if (const absl::Status allowed = Authorize(*context); !allowed.ok()) {
+    reactor->Finish(ToGrpc(allowed));
+    return reactor;
+  }
   response->set_epoch(group_->epoch());
   response->set_serving(group_->state() == GroupState::kServing);
   response->set_running(scheduler_->running());
   response->set_waiting(scheduler_->waiting());
+  // Addresses and what ranks say of their failures (paths, devices) stay on this host.
+  const bool operator_call = IsLocalPeer(context->peer());
   for (const RankStatus& rank : group_->Ranks()) {
     v1::RankInfo* out = response->add_ranks();
     out->set_rank(rank.rank);
-    out->set_address(rank.address);
+    if (operator_call) {
+      out->set_address(rank.address);
+      out->set_last_error(rank.last_error);
+    }
     out->set_backend(rank.backend);
     out->set_device(rank.device);
     out->set_up(rank.up);
-    out->set_last_error(rank.last_error);
     out->set_kv_slots_total(rank.kv_slots_total);
     out->set_kv_slots_used(rank.kv_slots_used);
     out->set_kv_fragmentation(rank.kv_fragmentation);
     out->set_steps(rank.steps);
     out->set_busy_ratio(rank.busy_ratio);
   }
-  auto* reactor = context->DefaultReactor();
   reactor->Finish(grpc::Status::OK);
   return reactor;
 }

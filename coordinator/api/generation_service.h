@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "coordinator/api/api_keys.h"
 #include "coordinator/api/request_check.h"
 #include "coordinator/group/group.h"
 #include "coordinator/scheduler/scheduler.h"
@@ -21,7 +22,9 @@ using GenerationServiceBase =
 
 class GenerationService final : public GenerationServiceBase {
  public:
-  GenerationService(std::shared_ptr<const ServedModel> model, Group* group, Scheduler* scheduler);
+  // With `keys`, every call needs one; null: none does.
+  GenerationService(std::shared_ptr<const ServedModel> model, Group* group, Scheduler* scheduler,
+                    std::shared_ptr<const ApiKeys> keys = nullptr);
 
   grpc::ServerWriteReactor<grpc::ByteBuffer>* Generate(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* bytes) override;
@@ -37,6 +40,7 @@ class GenerationService final : public GenerationServiceBase {
                                            v1::ClusterInfo* response) override;
 
  private:
+  absl::Status Authorize(const grpc::CallbackServerContext& context) const;
   RequestLimits Limits() const;
   absl::Status DoTokenize(const grpc::ByteBuffer& bytes, grpc::ByteBuffer* response) const;
   absl::Status DoDetokenize(const grpc::ByteBuffer& bytes, grpc::ByteBuffer* response) const;
@@ -44,6 +48,7 @@ class GenerationService final : public GenerationServiceBase {
   const std::shared_ptr<const ServedModel> model_;
   Group* const group_;
   Scheduler* const scheduler_;
+  const std::shared_ptr<const ApiKeys> keys_;
 };
 
 }  // namespace kdt

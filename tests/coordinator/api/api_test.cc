@@ -1,28 +1,18 @@
 // The public API over a real connection, with a toy group behind it.
-#include <grpcpp/generic/generic_stub.h>
-
 #include <thread>
 
 #include "coordinator/api/client_text.h"
 #include "coordinator/api/server.h"
+#include "tests/coordinator/api/raw_call.h"
+#include "tests/coordinator/api/served_model.h"
 #include "tests/coordinator/scheduler/fixture.h"
 
 namespace kdt::testing {
 namespace {
 
-std::shared_ptr<const ServedModel> Model() {
-  auto model = std::make_shared<ServedModel>();
-  const std::string folder = std::string(KDT_GOLDENS_DIR) + "/model";
-  model->name = "golden";
-  model->config = *ModelConfig::Load(folder);
-  model->tokenizer = *Tokenizer::Load(folder);
-  model->chat.emplace(*ChatRenderer::Create(model->tokenizer));
-  return model;
-}
-
 struct Service {
   explicit Service(SchedulerOptions options = {}, ToyOptions toy = {}) : harness(toy, options) {
-    server = *ApiServer::Start(*ParseAddress("127.0.0.1:0", "listen"), Model(), &harness.group,
+    server = *ApiServer::Start(*ParseAddress("127.0.0.1:0", "listen"), GoldenServedModel(), &harness.group,
                                harness.scheduler.get());
     channel = grpc::CreateChannel(server->address().ToString(), grpc::InsecureChannelCredentials());
     stub = v1::Generation::NewStub(channel);
@@ -54,33 +44,6 @@ v1::GenerateRequest Request(uint32_t max_tokens) {
   request.mutable_stop()->set_max_tokens(max_tokens);
   request.mutable_stop()->set_ignore_eos(true);
   return request;
-}
-
-// A generic call: any bytes as the request.
-grpc::Status CallRaw(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
-                     const std::string& bytes) {
-  grpc::GenericStub stub(channel);
-  grpc::CompletionQueue queue;
-  grpc::ClientContext context;
-  auto call = stub.PrepareCall(&context, method, &queue);
-  const grpc::Slice slice(bytes);
-  const grpc::ByteBuffer request(&slice, 1);
-  grpc::ByteBuffer response;
-  grpc::Status status;
-  void* tag = nullptr;
-  bool ok = false;
-  call->StartCall(&stub);
-  queue.Next(&tag, &ok);
-  call->WriteLast(request, grpc::WriteOptions(), &stub);
-  queue.Next(&tag, &ok);
-  call->Read(&response, &stub);
-  queue.Next(&tag, &ok);
-  call->Finish(&status, &stub);
-  queue.Next(&tag, &ok);
-  queue.Shutdown();
-  while (queue.Next(&tag, &ok)) {
-  }
-  return status;
 }
 
 }  // namespace
@@ -121,14 +84,14 @@ TEST_CASE("text that is not UTF-8, and bytes that are no request, are refused by
     return std::string{static_cast<char>(number << 3 | 2), static_cast<char>(value.size())} + value;
   };
   const std::string generate = "/kdt.v1.Generation/Generate";
-  auto status = CallRaw(service.channel, generate, field(2, broken));
+  auto status = CallRaw(service.channel, generate, field(2, broken)).status;
   CHECK(status.error_code() == grpc::StatusCode::INVALID_ARGUMENT);
   CHECK(status.error_message() == "text: not valid UTF-8");
-  status = CallRaw(service.channel, generate, field(4, field(1, field(2, broken))));
+  status = CallRaw(service.channel, generate, field(4, field(1, field(2, broken)))).status;
   CHECK(status.error_message() == "chat.messages.content: not valid UTF-8");
-  status = CallRaw(service.channel, generate, "\x12\x7f");
+  status = CallRaw(service.channel, generate, "\x12\x7f").status;
   CHECK(status.error_code() == grpc::StatusCode::INVALID_ARGUMENT);
-  status = CallRaw(service.channel, "/kdt.v1.Generation/Tokenize", field(1, broken));
+  status = CallRaw(service.channel, "/kdt.v1.Generation/Tokenize", field(1, broken)).status;
   CHECK(status.error_message() == "text: not valid UTF-8");
 }
 
@@ -216,7 +179,7 @@ TEST_CASE("Tokenize, Detokenize and the information calls") {
     CHECK(status.error_code() == grpc::StatusCode::INVALID_ARGUMENT);
     CHECK(status.error_message().rfind("ids", 0) == 0);
   }
-  const grpc::Status garbage = CallRaw(service.channel, "/kdt.v1.Generation/Detokenize", "\xff\xff");
+  const grpc::Status garbage = CallRaw(service.channel, "/kdt.v1.Generation/Detokenize", "\xff\xff").status;
   CHECK(garbage.error_code() == grpc::StatusCode::INVALID_ARGUMENT);
   v1::TokenizeRequest chat;
   auto* message = chat.mutable_chat()->add_messages();
@@ -249,26 +212,8 @@ TEST_CASE("Tokenize, Detokenize and the information calls") {
 
 TEST_CASE("health follows the group") {
   Service service;
-  // grpc.health.v1.HealthCheckResponse{status: n} is the bytes 08 0n; no generated code is at hand.
   const auto serving = [&](const std::string& name = "") {
-    grpc::GenericStub stub(service.channel);
-    grpc::CompletionQueue queue;
-    grpc::ClientContext context;
-    // HealthCheckRequest{service: name}: 0a, its length, its bytes.
-    const grpc::Slice text(name.empty() ? name : std::string("\x0a") + static_cast<char>(name.size()) + name);
-    const grpc::ByteBuffer request(&text, 1);
-    auto call = stub.PrepareUnaryCall(&context, "/grpc.health.v1.Health/Check", request, &queue);
-    grpc::ByteBuffer response;
-    grpc::Status status;
-    call->StartCall();
-    call->Finish(&response, &status, &stub);
-    void* tag = nullptr;
-    bool ok = false;
-    queue.Next(&tag, &ok);
-    REQUIRE(status.ok());
-    grpc::Slice bytes;
-    REQUIRE(response.DumpToSingleSlice(&bytes).ok());
-    return bytes.size() == 2 && bytes.begin()[1] == 1;
+    return IsServing(CheckHealth(service.channel, name));
   };
   CHECK_FALSE(serving());
   CHECK(serving("live"));
