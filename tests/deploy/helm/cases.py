@@ -47,6 +47,9 @@ GOOD = {
     "nothing": merge(MODEL, NOTHING),
     "one rank": merge(MODEL, {"tensorParallel": 1}),
     "headless": merge(MODEL, {"service": {"type": "Headless"}}),
+    "keys behind a proxy": merge(
+        MODEL, {"apiKeys": {"enabled": True, "secretName": "keys", "allowInsecure": True}}
+    ),
     "copy from the host": merge(
         {"model": {"hostPath": {"path": "/nvme"}, "copy": {"enabled": True, "fromHostPath": {"path": "/nfs"}}}}
     ),
@@ -59,14 +62,9 @@ GOOD = {
     ),
 }
 
-# Flags that the chart passes and the programs do not have yet: TLS and keys on the public port, the health-only port,
-# mutual TLS between coordinator and workers on TCP.
+# Flags that the chart passes and the programs do not have yet: mutual TLS between coordinator and workers on TCP, and
+# the client's side of TLS and keys.
 COMING = {
-    ("kdt-coordinator", "health_listen"),
-    ("kdt-coordinator", "tls_cert"),
-    ("kdt-coordinator", "tls_key"),
-    ("kdt-coordinator", "tls_client_ca"),
-    ("kdt-coordinator", "api_keys_file"),
     ("kdt-coordinator", "workers_tls_cert"),
     ("kdt-coordinator", "workers_tls_key"),
     ("kdt-coordinator", "workers_tls_ca"),

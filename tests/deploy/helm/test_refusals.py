@@ -21,6 +21,11 @@ BAD = [
     ("tls", merge(MODEL, {"tls": {"enabled": True}}), "tls.secretName: needed when tls.enabled is true"),
     ("client certificates", merge(MODEL, {"tls": {"clientCertificates": True}}), "tls.clientCertificates: needs tls.enabled"),
     ("api keys", merge(MODEL, {"apiKeys": {"enabled": True}}), "apiKeys.secretName: needed"),
+    (
+        "api keys in plaintext",
+        merge(MODEL, {"apiKeys": {"enabled": True, "secretName": "k"}}),
+        "apiKeys.enabled: keys would travel in plaintext",
+    ),
     ("monitor", merge(MODEL, {"metrics": {"enabled": False}, "serviceMonitor": {"enabled": True}}), "needs metrics.enabled"),
     ("keda address", merge(MODEL, {"autoscaling": {"enabled": True}}), "autoscaling.prometheusAddress: needed"),
     (

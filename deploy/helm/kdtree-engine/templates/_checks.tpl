@@ -47,6 +47,9 @@
 {{- if and $v.apiKeys.enabled (not $v.apiKeys.secretName) -}}
 {{- fail "apiKeys.secretName: needed when apiKeys.enabled is true" -}}
 {{- end -}}
+{{- if and $v.apiKeys.enabled (not $v.tls.enabled) (not $v.apiKeys.allowInsecure) -}}
+{{- fail "apiKeys.enabled: keys would travel in plaintext; set tls.enabled, or apiKeys.allowInsecure where a proxy ends TLS" -}}
+{{- end -}}
 
 {{- if and $v.serviceMonitor.enabled (not $v.metrics.enabled) -}}
 {{- fail "serviceMonitor.enabled: needs metrics.enabled" -}}

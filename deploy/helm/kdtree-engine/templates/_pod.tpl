@@ -150,6 +150,9 @@ args:
   {{- end }}
   {{- if $v.apiKeys.enabled }}
   - --api_keys_file=/etc/kdt/api-keys/{{ $v.apiKeys.key }}
+  {{- if not $v.tls.enabled }}
+  - --allow_insecure_api_keys
+  {{- end }}
   {{- end }}
   {{- if and $v.multiNode.enabled $v.multiNode.tlsSecretName }}
   - --workers_tls_cert=/etc/kdt/workers-tls/tls.crt
