@@ -161,6 +161,7 @@ absl::StatusOr<int> Serve() {
   options.max_running = static_cast<uint32_t>(absl::GetFlag(FLAGS_max_running));
   options.prefill_chunk = static_cast<uint32_t>(absl::GetFlag(FLAGS_prefill_chunk));
   KDT_ASSIGN_OR_RETURN(options.speculation, ReadSpeculation());
+  const std::optional<uint32_t> budget = options.speculation.budget;
   std::unique_ptr<TreeRecorder> recorder;
   if (const std::string path = absl::GetFlag(FLAGS_record_trees); !path.empty()) {
     KDT_ASSIGN_OR_RETURN(
@@ -196,6 +197,7 @@ absl::StatusOr<int> Serve() {
 
   bool announced = false;
   bool stop = false;
+  absl::Status bad_budget;  // known once the ranks have told what they take
   while (!stop && !events.group_lost) {
     pollfd fds[2] = {{signal_fd, POLLIN, 0}, {events.pipe_read, POLLIN, 0}};
     poll(fds, 2, -1);
@@ -208,6 +210,12 @@ absl::StatusOr<int> Serve() {
     server->SetServing(serving && !stop);
     if (serving && !announced) {
       announced = true;
+      const uint32_t most = std::max(group.limits().max_tree_nodes, 1U) - 1;
+      if (budget.has_value() && *budget > most) {
+        bad_budget = absl::InvalidArgumentError(absl::StrCat(
+            "--budget: ", *budget, " drafted nodes, the workers take at most ", most, " a tree"));
+        break;
+      }
       if (!absl::GetFlag(FLAGS_drafter).empty() && group.limits().draft_block_size == 0) {
         spdlog::warn("--drafter is given, but the workers have loaded none: there is no speculation");
       }
@@ -223,6 +231,7 @@ absl::StatusOr<int> Serve() {
   scheduler.Stop();
   server->Shutdown(kAnswerGrace);
   to_wake = nullptr;
+  KDT_RETURN_IF_ERROR(bad_budget);
   if (stop && !events.group_lost) group.DrainWorkers();
   close(signal_fd);
   return events.group_lost ? kExitGroupLost : 0;

@@ -72,12 +72,14 @@ struct CheckpointCopy {
 
 // Launches on a checkpoint that must be refused: the launcher ends with an error and its log names
 // `expected`.
-void CheckRefused(const std::string& model, const std::string& expected) {
+void CheckRefused(const std::string& model, const std::string& expected,
+                  const std::vector<std::string>& flags = {}) {
   const std::string dir = *MakeTempDir("kdt-test-");
   ChildProcess::Options process;
   process.name = "kdt-launch";
   process.argv = {std::string(KDT_BIN_DIR) + "/kdt-launch", "--model=" + model, "--tp=2",
                   "--listen=127.0.0.1:0"};
+  process.argv.insert(process.argv.end(), flags.begin(), flags.end());
   process.stderr_path = dir + "/log";
   process.capture_stdout = true;
   auto launcher = ChildProcess::Start(process);
@@ -123,6 +125,15 @@ TEST_CASE("every bad field is refused by name while another request goes on") {
   thread.join();
   CHECK(other_status.ok());
   CHECK(undisturbed[0].tokens == expected[0].tokens);
+}
+
+TEST_CASE("speculation that does not fit is refused at start with the flag's or field's name") {
+  SECTION("a budget over the ranks' limit") {
+    CheckRefused(GoldenModel(), "--budget: 256", {"--drafter=" + GoldenDrafter(), "--budget=256"});
+  }
+  SECTION("a drafter made for another target") {
+    CheckRefused(ShippedModel(), "hidden_size", {"--drafter=" + GoldenDrafter()});
+  }
 }
 
 TEST_CASE("a spoiled checkpoint is refused with the file's name") {
