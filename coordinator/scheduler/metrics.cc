@@ -124,6 +124,9 @@ CoordinatorMetrics::CoordinatorMetrics(std::shared_ptr<prometheus::Registry> reg
   preemptions_ = counter("kdt_preemptions_total",
                          "Times a running sample gave its KV slots to an older one and waits again");
   epoch_ = gauge("kdt_epoch", "Epoch of the group that serves or served last");
+  slot_differences_ =
+      counter("kdt_slot_count_differences_total",
+              "Steps after which the coordinator's count of KV slots was not rank 0's; always 0");
   group_restarts_ = counter("kdt_group_restarts_total", "Times the group formed again after a loss");
 }
 
@@ -186,6 +189,8 @@ void CoordinatorMetrics::TreeVerified(uint32_t drafted_nodes, uint32_t accepted)
     accepted_by_depth_[std::min<size_t>(depth, kDepths - 1)]->Increment();
   }
 }
+
+void CoordinatorMetrics::SlotCountDiffered() { slot_differences_->Increment(); }
 
 void CoordinatorMetrics::SetGroup(uint64_t epoch, const std::vector<RankStatus>& ranks) {
   if (epoch_->Value() != 0 && epoch_->Value() != static_cast<double>(epoch)) group_restarts_->Increment();

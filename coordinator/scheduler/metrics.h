@@ -48,6 +48,9 @@ class CoordinatorMetrics {
   void TreesBuilt(double build_s);
   void TreeVerified(uint32_t drafted_nodes, uint32_t accepted);
 
+  // The slots counted here are not those that rank 0 told.
+  void SlotCountDiffered();
+
   void SetGroup(uint64_t epoch, const std::vector<RankStatus>& ranks);
 
  private:
@@ -61,7 +64,7 @@ class CoordinatorMetrics {
   prometheus::Gauge *running_, *waiting_, *epoch_, *budget_;
   prometheus::Gauge *slots_running_, *slots_cached_, *slots_free_;
   prometheus::Counter *prompt_tokens_, *cached_tokens_, *generated_tokens_;
-  prometheus::Counter *rounds_, *drafted_, *accepted_, *group_restarts_, *preemptions_;
+  prometheus::Counter *rounds_, *drafted_, *accepted_, *group_restarts_, *preemptions_, *slot_differences_;
   prometheus::Counter *stop_, *length_, *tool_calls_;
   std::vector<prometheus::Counter*> accepted_by_depth_;
   prometheus::Histogram *first_token_, *inter_token_, *queue_, *total_, *step_, *tree_build_, *transport_;

@@ -89,6 +89,7 @@ class Scheduler {
   void Enqueue(Sample* sample);
   void RunStep();
   void CountPool(int64_t now_us);
+  void CheckSlotCount();
   void DeliverGains();
   void Deliver(Gained* gained);
   void Complete(Sample* sample, const Gained& gained, const std::optional<std::string>& stop_string);

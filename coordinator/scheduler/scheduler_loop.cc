@@ -270,6 +270,7 @@ void Scheduler::RunStep() {
     return;
   }
   if (const int64_t now_us = MonotonicMicros(); now_us - pool_counted_us_ >= kPoolCountUs) CountPool(now_us);
+  CheckSlotCount();
   if (plan_.empty()) return;
   metrics_.StepDone(group_->last_cost());
   if (speculator_.decision().total_nodes > 0) metrics_.TreesBuilt(speculator_.last_build_us() * 1e-6);
@@ -302,6 +303,17 @@ void Scheduler::CountPool(int64_t now_us) {
   const SlotLedger& ledger = store_.ledger();
   const uint64_t held = ledger.HeldBy(running);
   metrics_.SetPool(held, ledger.used() - held, ledger.free());
+}
+
+// Admission and preemption rest on the mirror of the ranks' pools; a difference would be a fault of this
+// program. A sequence that the ranks failed may hold rows or not until it is freed.
+void Scheduler::CheckSlotCount() {
+  const bool failed =
+      std::any_of(gained_.begin(), gained_.end(), [](const Gained& g) { return !g.error.empty(); });
+  if (failed || answer_.pool().slots_used() == store_.ledger().used()) return;
+  metrics_.SlotCountDiffered();
+  spdlog::error("step {}: {} KV slots are in use on rank 0, {} by the coordinator's count", answer_.step(),
+                answer_.pool().slots_used(), store_.ledger().used());
 }
 
 void Scheduler::DeliverGains() {
