@@ -14,7 +14,8 @@ namespace kdt {
 
 using GenerationStub = v1::Generation::Stub;
 
-// A stub for the server that the flag --server names. INVALID_ARGUMENT when it is not HOST:PORT.
+// A stub for the server that the flag --server names, with TLS and an API key as the other flags say.
+// INVALID_ARGUMENT names the flag, and the file where there is one.
 absl::StatusOr<std::unique_ptr<GenerationStub>> ConnectFromFlags();
 
 // The server's status as absl's, with its code's name and, for a full queue, the server's retry hint in the

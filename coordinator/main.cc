@@ -21,6 +21,7 @@
 #include "absl/strings/str_split.h"
 #include "common/address.h"
 #include "common/flags.h"
+#include "common/group_security.h"
 #include "common/log.h"
 #include "common/metrics.h"
 #include "common/status.h"
@@ -34,6 +35,8 @@ ABSL_FLAG(std::string, model, "", "folder of the target checkpoint (configuratio
 ABSL_FLAG(std::string, drafter, "", "folder of the drafter that the workers are expected to have loaded");
 ABSL_FLAG(std::vector<std::string>, workers, {}, "addresses of the workers by rank: unix:PATH or HOST:PORT");
 ABSL_FLAG(std::string, listen, "127.0.0.1:50051", "HOST:PORT of the public API; port 0 takes a free one");
+ABSL_FLAG(std::string, group_tls_server_name, "",
+          "name in the workers' certificates, when it is not the host of their address");
 ABSL_FLAG(int, metrics_port, -1, "port of /metrics; 0 takes a free one, -1: none");
 ABSL_FLAG(std::string, metrics_host, "127.0.0.1", "address that the port of /metrics is bound to");
 ABSL_FLAG(int, max_waiting, 256, "requests that may wait before new ones are refused");
@@ -91,9 +94,6 @@ absl::StatusOr<std::shared_ptr<const ServedModel>> LoadModel(const std::string& 
 absl::Status CheckFlags() {
   if (absl::GetFlag(FLAGS_model).empty()) return absl::InvalidArgumentError("--model is required");
   if (absl::GetFlag(FLAGS_workers).empty()) return absl::InvalidArgumentError("--workers is required");
-  for (const std::string& worker : absl::GetFlag(FLAGS_workers)) {
-    KDT_RETURN_IF_ERROR(ParseAddress(worker, "--workers").status());
-  }
   KDT_RETURN_IF_ERROR(CheckAtLeast("metrics_port", absl::GetFlag(FLAGS_metrics_port), -1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("max_waiting", absl::GetFlag(FLAGS_max_waiting), 0));
   KDT_RETURN_IF_ERROR(CheckAtLeast("max_running", absl::GetFlag(FLAGS_max_running), 1));
@@ -110,6 +110,22 @@ absl::Status CheckFlags() {
         absl::StrCat("--on_group_loss: \"", on_loss, "\" is neither exit nor rejoin"));
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<RankSecurity> ReadRankSecurity() {
+  RankSecurity security;
+  KDT_ASSIGN_OR_RETURN(const auto tls, GroupTlsFromFlags());
+  for (const std::string& worker : absl::GetFlag(FLAGS_workers)) {
+    KDT_ASSIGN_OR_RETURN(const Address address, ParseAddress(worker, "--workers"));
+    KDT_RETURN_IF_ERROR(CheckGroupAddress(address, "--workers", tls.has_value(), InsecureGroupAllowed()));
+  }
+  security.server_name = absl::GetFlag(FLAGS_group_tls_server_name);
+  if (tls.has_value()) {
+    security.credentials = ClientCredentials(*tls);
+  } else if (!security.server_name.empty()) {
+    return absl::InvalidArgumentError("--group_tls_server_name needs --group_tls_cert too");
+  }
+  return security;
 }
 
 absl::StatusOr<SpeculationOptions> ReadSpeculation() {
@@ -148,6 +164,7 @@ absl::StatusOr<int> Serve() {
   std::atomic<Scheduler*> to_wake{nullptr};
   RankGroupOptions group_options;
   group_options.addresses = absl::GetFlag(FLAGS_workers);
+  KDT_ASSIGN_OR_RETURN(group_options.security, ReadRankSecurity());
   group_options.step_timeout_ms = absl::GetFlag(FLAGS_step_timeout_ms);
   group_options.on_change = [&] {
     if (Scheduler* scheduler = to_wake.load(); scheduler != nullptr) scheduler->Wake();

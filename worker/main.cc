@@ -16,6 +16,7 @@
 #include "common/address.h"
 #include "common/clock.h"
 #include "common/flags.h"
+#include "common/group_security.h"
 #include "common/log.h"
 #include "common/metrics.h"
 #include "worker/backend_factory.h"
@@ -148,6 +149,11 @@ int Run() {
   if (!options.ok()) return Fail(options.status().message());
   const auto listen = ParseAddress(absl::GetFlag(FLAGS_listen), "--listen");
   if (!listen.ok()) return Fail(listen.status().message());
+  const auto tls = GroupTlsFromFlags();
+  if (!tls.ok()) return Fail(tls.status().message());
+  const absl::Status allowed =
+      CheckGroupAddress(*listen, "--listen", tls->has_value(), InsecureGroupAllowed());
+  if (!allowed.ok()) return Fail(allowed.message());
   auto backend = MakeBackend(absl::GetFlag(FLAGS_backend), absl::GetFlag(FLAGS_threads));
   if (!backend.ok()) return Fail(backend.status().message());
 
@@ -174,7 +180,9 @@ int Run() {
 
   grpc::ServerBuilder builder;
   int port = 0;
-  builder.AddListeningPort(listen->ToString(), grpc::InsecureServerCredentials(), &port);
+  builder.AddListeningPort(listen->ToString(),
+                           tls->has_value() ? ServerCredentials(**tls) : grpc::InsecureServerCredentials(),
+                           &port);
   ConfigureWorkerServer(&builder);
   builder.RegisterService(&service);
   const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();

@@ -40,7 +40,8 @@ absl::string_view GroupStateName(GroupState state) {
 RankGroup::RankGroup(RankGroupOptions options) : options_(std::move(options)) {
   KDT_CHECK(!options_.addresses.empty());
   for (size_t i = 0; i < options_.addresses.size(); ++i) {
-    links_.push_back(std::make_unique<RankLink>(static_cast<uint32_t>(i), options_.addresses[i]));
+    links_.push_back(
+        std::make_unique<RankLink>(static_cast<uint32_t>(i), options_.addresses[i], options_.security));
     RankStatus status;
     status.rank = static_cast<uint32_t>(i);
     status.address = options_.addresses[i];

@@ -20,6 +20,7 @@ namespace kdt {
 
 struct RankGroupOptions {
   std::vector<std::string> addresses;  // by rank: HOST:PORT or unix:PATH
+  RankSecurity security;
   int step_timeout_ms = 30'000;
   std::function<void()> on_change;  // called from any thread after state() has changed; must not block
 };

@@ -18,7 +18,7 @@ absl::Status ToAbsl(const grpc::Status& status) {
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
 }
 
-std::shared_ptr<grpc::Channel> Connect(const std::string& address) {
+std::shared_ptr<grpc::Channel> Connect(const std::string& address, const RankSecurity& security) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
@@ -28,7 +28,10 @@ std::shared_ptr<grpc::Channel> Connect(const std::string& address) {
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kReconnectMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 10 * kReconnectMs);
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);  // a step is never sent twice
-  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  if (!security.server_name.empty()) arguments.SetSslTargetNameOverride(security.server_name);
+  return grpc::CreateCustomChannel(
+      address, security.credentials == nullptr ? grpc::InsecureChannelCredentials() : security.credentials,
+      arguments);
 }
 
 void SetTimeout(grpc::ClientContext* context, int timeout_ms) {
@@ -37,10 +40,10 @@ void SetTimeout(grpc::ClientContext* context, int timeout_ms) {
 
 }  // namespace
 
-RankLink::RankLink(uint32_t rank, std::string address)
+RankLink::RankLink(uint32_t rank, std::string address, const RankSecurity& security)
     : rank_(rank),
       address_(std::move(address)),
-      channel_(Connect(address_)),
+      channel_(Connect(address_, security)),
       stub_(v1::Worker::NewStub(channel_)),
       generic_(channel_) {
   for (int event = 0; event < 4; ++event) tags_[event] = {this, static_cast<Event>(event)};

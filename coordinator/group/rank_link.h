@@ -15,6 +15,12 @@
 
 namespace kdt {
 
+// How the workers are reached.
+struct RankSecurity {
+  std::shared_ptr<grpc::ChannelCredentials> credentials;  // null: plaintext
+  std::string server_name;  // in the workers' certificates; empty: the host in their address
+};
+
 // The step stream is driven by one completion queue that the scheduler's thread polls itself: rank 0's answer
 // reaches the thread that waits for it without a hop over another one. All stream methods belong to that
 // thread.
@@ -27,7 +33,7 @@ class RankLink {
     Event event;
   };
 
-  RankLink(uint32_t rank, std::string address);
+  RankLink(uint32_t rank, std::string address, const RankSecurity& security = {});
   ~RankLink();
 
   uint32_t rank() const { return rank_; }

@@ -32,6 +32,14 @@ ABSL_FLAG(int, ranks_per_node, 0, "with --role=workers: ranks that run on this h
 ABSL_FLAG(int, node_index, 0, "with --role=workers: this host's place in the group; it decides its ranks");
 ABSL_FLAG(std::string, backend, "cpu", "worker backend");
 ABSL_FLAG(std::string, listen, "127.0.0.1:50051", "HOST:PORT of the public API; port 0 takes a free one");
+ABSL_FLAG(std::string, tls_cert, "", "PEM file with the public port's certificate; empty: plaintext");
+ABSL_FLAG(std::string, tls_key, "", "PEM file with the key of --tls_cert");
+ABSL_FLAG(std::string, tls_client_ca, "",
+          "PEM file with authorities of which clients must show a certificate; empty: they need none");
+ABSL_FLAG(std::string, api_keys_file, "", "file with one API key a line; empty: calls need no key");
+ABSL_FLAG(bool, allow_insecure_api_keys, false,
+          "accept API keys in plaintext from other hosts, as behind a proxy that ends TLS");
+ABSL_FLAG(std::string, health_listen, "", "HOST:PORT of a plaintext health-only port; empty: none");
 ABSL_FLAG(
     int, metrics_port, -1,
     "Prometheus port of the coordinator, rank r has the port P + 1 + r; 0: each takes a free one; -1: none");
@@ -196,6 +204,15 @@ int main(int argc, char** argv) {
   PassOn<std::string>(options.coordinator_args, "budget", absl::GetFlag(FLAGS_budget), "");
   PassOn<std::string>(options.coordinator_args, "tree", absl::GetFlag(FLAGS_tree), "");
   PassOn<std::string>(options.coordinator_args, "record_trees", absl::GetFlag(FLAGS_record_trees), "");
+
+  PassOn<std::string>(options.coordinator_args, "tls_cert", absl::GetFlag(FLAGS_tls_cert), "");
+  PassOn<std::string>(options.coordinator_args, "tls_key", absl::GetFlag(FLAGS_tls_key), "");
+  PassOn<std::string>(options.coordinator_args, "tls_client_ca", absl::GetFlag(FLAGS_tls_client_ca), "");
+  PassOn<std::string>(options.coordinator_args, "api_keys_file", absl::GetFlag(FLAGS_api_keys_file), "");
+  PassOn<std::string>(options.coordinator_args, "health_listen", absl::GetFlag(FLAGS_health_listen), "");
+  if (absl::GetFlag(FLAGS_allow_insecure_api_keys)) {
+    options.coordinator_args.push_back("--allow_insecure_api_keys");
+  }
 
   return kdt::GroupSupervisor(std::move(options)).Run();
 }
