@@ -61,18 +61,3 @@ GOOD = {
         example("multi-node"), {"multiNode": {"tlsSecretName": "", "allowPlaintext": True, "nodes": 4}}
     ),
 }
-
-# Flags that the chart passes and the programs do not have yet: mutual TLS between coordinator and workers on TCP, and
-# the client's side of TLS and keys.
-COMING = {
-    ("kdt-coordinator", "workers_tls_cert"),
-    ("kdt-coordinator", "workers_tls_key"),
-    ("kdt-coordinator", "workers_tls_ca"),
-    ("kdt-worker", "tls_cert"),
-    ("kdt-worker", "tls_key"),
-    ("kdt-worker", "tls_client_ca"),
-    ("kdt", "tls_ca"),
-    ("kdt", "tls_cert"),
-    ("kdt", "tls_key"),
-    ("kdt", "api_key_file"),
-}

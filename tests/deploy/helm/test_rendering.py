@@ -7,7 +7,7 @@ import subprocess
 import unittest
 
 import yaml
-from cases import COMING, GOOD
+from cases import GOOD
 from chart import CHART, MODEL, ROOT, container, example, find, flags, merge, pod_templates, render, render_text
 
 BIN = pathlib.Path(os.environ.get("KDT_BIN_DIR", ROOT / "build/release/bin"))
@@ -172,7 +172,11 @@ class Options(unittest.TestCase):
         self.assertEqual(addresses[8], f"{name}-$(KDT_GROUP)-1.{name}.prod:7000")
         given = flags(container(worker, "workers"))
         self.assertEqual((given["ranks_per_node"], given["node_index"]), ("8", "$(KDT_NODE)"))
-        self.assertEqual(given["tls_client_ca"], "/etc/kdt/workers-tls/ca.crt")
+        for side in (given, flags(container(leader, "coordinator"))):
+            self.assertEqual(side["group_tls_ca"], "/etc/kdt/workers-tls/ca.crt")
+            self.assertNotIn("allow_insecure_group", side)
+        open_pods = pod_templates(find(render(GOOD["plaintext groups"]), "LeaderWorkerSet"))
+        self.assertIn("allow_insecure_group", flags(container(open_pods[1], "workers")))
         self.assertEqual(container(worker, "workers")["resources"]["limits"]["nvidia.com/gpu"], 8)
         # The controller makes a Service of the set's own name.
         self.assertNotIn(name, [o["metadata"]["name"] for o in objects if o["kind"] == "Service"])
@@ -249,7 +253,7 @@ class Flags(unittest.TestCase):
                             flags_of = (a.removeprefix("--").partition("=")[0] for a in part if a.startswith("--"))
                             passed |= {(of, flag) for flag in flags_of}
         known = {program: self.known(program) for program, _ in passed}
-        self.assertEqual({(p, f) for p, f in passed if f not in known[p]} - COMING, set())
+        self.assertEqual({(p, f) for p, f in passed if f not in known[p]}, set())
 
 
 if __name__ == "__main__":

@@ -95,3 +95,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   effect: NoSchedule
 {{- end -}}
 {{- end }}
+
+{{- /* How coordinator and workers trust each other, as a JSON list: both take the same flags. */ -}}
+{{- define "kdt.groupSecurity" -}}
+{{- if not .Values.multiNode.enabled -}}
+[]
+{{- else if .Values.multiNode.tlsSecretName -}}
+{{ list "--group_tls_cert=/etc/kdt/workers-tls/tls.crt" "--group_tls_key=/etc/kdt/workers-tls/tls.key" "--group_tls_ca=/etc/kdt/workers-tls/ca.crt" | toJson }}
+{{- else -}}
+["--allow_insecure_group"]
+{{- end -}}
+{{- end }}

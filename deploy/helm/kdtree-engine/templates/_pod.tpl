@@ -154,10 +154,8 @@ args:
   - --allow_insecure_api_keys
   {{- end }}
   {{- end }}
-  {{- if and $v.multiNode.enabled $v.multiNode.tlsSecretName }}
-  - --workers_tls_cert=/etc/kdt/workers-tls/tls.crt
-  - --workers_tls_key=/etc/kdt/workers-tls/tls.key
-  - --workers_tls_ca=/etc/kdt/workers-tls/ca.crt
+  {{- range include "kdt.groupSecurity" . | fromJsonArray }}
+  - {{ . }}
   {{- end }}
   {{- range $v.coordinator.extraArgs }}
   - {{ . | quote }}
@@ -247,14 +245,10 @@ args:
   - --metrics_host=0.0.0.0
   - --metrics_port={{ int $v.metrics.port }}
   {{- end }}
-  {{- if or $v.worker.extraArgs (and $v.multiNode.enabled $v.multiNode.tlsSecretName) }}
+  {{- with concat (include "kdt.groupSecurity" . | fromJsonArray) $v.worker.extraArgs }}
+  # What every rank gets as it is.
   - --
-  {{- if and $v.multiNode.enabled $v.multiNode.tlsSecretName }}
-  - --tls_cert=/etc/kdt/workers-tls/tls.crt
-  - --tls_key=/etc/kdt/workers-tls/tls.key
-  - --tls_client_ca=/etc/kdt/workers-tls/ca.crt
-  {{- end }}
-  {{- range $v.worker.extraArgs }}
+  {{- range . }}
   - {{ . | quote }}
   {{- end }}
   {{- end }}
