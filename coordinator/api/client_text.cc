@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "coordinator/tokenizer/utf8.h"
@@ -72,6 +73,14 @@ grpc::ByteBuffer ToBytes(const google::protobuf::Message& message) {
   grpc::Slice slice(size);
   KDT_CHECK(message.SerializeToArray(const_cast<uint8_t*>(slice.begin()), static_cast<int>(size)));
   return grpc::ByteBuffer(&slice, 1);
+}
+
+bool IsLocalPeer(absl::string_view peer) {
+  // gRPC percent-encodes the brackets of IPv6.
+  for (const absl::string_view local : {"unix:", "ipv4:127.", "ipv6:%5B::1%5D:", "ipv6:[::1]:"}) {
+    if (absl::StartsWith(peer, local)) return true;
+  }
+  return false;
 }
 
 }  // namespace kdt

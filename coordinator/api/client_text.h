@@ -1,4 +1,4 @@
-// Messages as clients send them: bytes that may be anything.
+// Messages as clients send them: bytes that may be anything; and what may be told to whom.
 #pragma once
 
 #include <google/protobuf/message.h>
@@ -7,6 +7,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 
 namespace kdt {
 
@@ -15,5 +16,9 @@ namespace kdt {
 absl::Status ParseMessage(const grpc::ByteBuffer& bytes, google::protobuf::Message* message);
 
 grpc::ByteBuffer ToBytes(const google::protobuf::Message& message);
+
+// Whether a caller, as gRPC names it, is on this host. Only such a one is told addresses and the ranks' own
+// error texts.
+bool IsLocalPeer(absl::string_view peer);
 
 }  // namespace kdt

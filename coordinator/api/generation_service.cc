@@ -6,7 +6,6 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "coordinator/api/client_text.h"
@@ -17,14 +16,6 @@ namespace {
 
 constexpr char kRetryAfterKey[] = "retry-after-ms";
 constexpr int kRetryAfterMs = 500;
-
-// As gRPC names a peer; the brackets of IPv6 come percent-encoded.
-bool IsLocalPeer(absl::string_view peer) {
-  for (const absl::string_view local : {"unix:", "ipv4:127.", "ipv6:%5B::1%5D:", "ipv6:[::1]:"}) {
-    if (absl::StartsWith(peer, local)) return true;
-  }
-  return false;
-}
 
 // One Generate call. gRPC owns it until OnDone.
 class GenerateCall : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
@@ -207,11 +198,11 @@ grpc::ServerUnaryReactor* GenerationService::GetClusterInfo(grpc::CallbackServer
   response->set_running(scheduler_->running());
   response->set_waiting(scheduler_->waiting());
   // Addresses and what ranks say of their failures (paths, devices) stay on this host.
-  const bool operator_call = IsLocalPeer(context->peer());
+  const bool on_this_host = IsLocalPeer(context->peer());
   for (const RankStatus& rank : group_->Ranks()) {
     v1::RankInfo* out = response->add_ranks();
     out->set_rank(rank.rank);
-    if (operator_call) {
+    if (on_this_host) {
       out->set_address(rank.address);
       out->set_last_error(rank.last_error);
     }

@@ -1,6 +1,11 @@
 // TLS, client certificates, API keys and the health-only port over real connections, with a toy group behind.
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+
 #include "common/process.h"
 #include "common/tls.h"
+#include "coordinator/api/client_text.h"
 #include "coordinator/api/server.h"
 #include "tests/coordinator/api/raw_call.h"
 #include "tests/coordinator/api/served_model.h"
@@ -12,6 +17,22 @@ namespace {
 
 constexpr char kReflection[] = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
 const std::string kListServices("\x3a\x00", 2);  // ServerReflectionRequest{list_services = 7: ""}
+
+// This host's IPv4 addresses that are not loopback.
+std::vector<std::string> OwnAddresses() {
+  std::vector<std::string> addresses;
+  ifaddrs* all = nullptr;
+  REQUIRE(getifaddrs(&all) == 0);
+  for (const ifaddrs* one = all; one != nullptr; one = one->ifa_next) {
+    if (one->ifa_addr == nullptr || one->ifa_addr->sa_family != AF_INET) continue;
+    if ((one->ifa_flags & IFF_UP) == 0 || (one->ifa_flags & IFF_LOOPBACK) != 0) continue;
+    char text[INET_ADDRSTRLEN];
+    const auto* address = reinterpret_cast<const sockaddr_in*>(one->ifa_addr);
+    if (inet_ntop(AF_INET, &address->sin_addr, text, sizeof(text)) != nullptr) addresses.push_back(text);
+  }
+  freeifaddrs(all);
+  return addresses;
+}
 
 struct SecureService {
   SecureService() : dir(*MakeTempDir("kdt-test-")), authority(dir, "authority"), stranger(dir, "stranger") {}
@@ -30,8 +51,8 @@ struct SecureService {
     WriteFile(dir + "/keys", "right-key\nother-key\n");
     security.keys = std::make_shared<ApiKeys>(*ApiKeys::Load("--api_keys_file", dir + "/keys"));
   }
-  void Start() {
-    server = *ApiServer::Start(*ParseAddress("127.0.0.1:0", "listen"), GoldenServedModel(), &harness.group,
+  void Start(const std::string& listen = "127.0.0.1:0") {
+    server = *ApiServer::Start(*ParseAddress(listen, "listen"), GoldenServedModel(), &harness.group,
                                harness.scheduler.get(), security);
     harness.Start();
   }
@@ -171,6 +192,42 @@ TEST_CASE("the health-only port is plaintext, needs no key, and answers nothing 
   const std::string huge(8192, 'x');
   CHECK(CallRaw(channel, "/grpc.health.v1.Health/Check", huge).status.error_code() ==
         grpc::StatusCode::RESOURCE_EXHAUSTED);
+}
+
+TEST_CASE("who is on this host") {
+  for (const char* local : {"unix:", "unix:/tmp/s", "ipv4:127.0.0.1:5", "ipv6:%5B::1%5D:5", "ipv6:[::1]:5"}) {
+    INFO(local);
+    CHECK(IsLocalPeer(local));
+  }
+  for (const char* remote : {"", "ipv4:10.0.0.1:5", "ipv4:1.127.0.1:5", "ipv6:%5B::12%5D:5",
+                             "ipv6:%5B2001::1%5D:5", "ipv6:%5B::1%25eth0%5D:5"}) {
+    INFO(remote);
+    CHECK_FALSE(IsLocalPeer(remote));
+  }
+}
+
+TEST_CASE("other hosts are told neither addresses of ranks nor their error texts") {
+  SecureService service;
+  service.harness.group.status.address = "unix:/run/kdt/rank0.sock";
+  service.harness.group.status.last_error = "cannot read /models/secret";
+  service.Start("0.0.0.0:0");
+  CHECK(service.server->address().port > 0);
+  const auto info = [&](const std::string& host) {
+    v1::ClusterInfo response;
+    grpc::ClientContext context;
+    const auto channel =
+        service.Connect({host, service.server->address().port, ""}, grpc::InsecureChannelCredentials());
+    REQUIRE(v1::Generation::NewStub(channel)->GetClusterInfo(&context, {}, &response).ok());
+    REQUIRE(response.ranks_size() == 1);
+    return response.ranks(0);
+  };
+  CHECK(info("127.0.0.1").address() == "unix:/run/kdt/rank0.sock");
+  CHECK(info("127.0.0.1").last_error() == "cannot read /models/secret");
+  for (const std::string& host : OwnAddresses()) {  // none on a host without a network
+    INFO(host);
+    CHECK(info(host).address().empty());
+    CHECK(info(host).last_error().empty());
+  }
 }
 
 TEST_CASE("without security options the port is plaintext and open, reflection too") {

@@ -23,6 +23,7 @@ class ToyGroup : public Group {
   std::function<void()> on_change;
   // How long a step takes; long enough for a test to act while a request runs.
   std::chrono::microseconds step_time{0};
+  RankStatus status;  // set before the start
 
   ToyRank& rank() { return rank_; }
   uint64_t steps() const { return steps_; }
@@ -42,7 +43,7 @@ class ToyGroup : public Group {
   std::string reason() const override { return "toy"; }
   uint64_t epoch() const override { return epoch_; }
   GroupLimits limits() const override { return limits_; }
-  std::vector<RankStatus> Ranks() const override { return {RankStatus{}}; }
+  std::vector<RankStatus> Ranks() const override { return {status}; }
   StepCost last_cost() const override { return {}; }
   absl::Status Poll() override { return absl::OkStatus(); }
   void Reject(const std::string&) override { state_ = GroupState::kDown; }
