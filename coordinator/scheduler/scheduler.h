@@ -123,6 +123,7 @@ class Scheduler {
   std::vector<Sample*> running_;  // seniors first
   SequenceStore store_;
   Speculator speculator_;
+  int64_t slot_difference_ = 0;  // rank 0's KV slots in use less our own count, at the last step
   int64_t step_taken_us_ = 0;  // when the last step's answer was taken in; 0: the loop has been idle since
   StepBuilder builder_;
   v1::StepRequest step_;

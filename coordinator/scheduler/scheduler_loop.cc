@@ -310,8 +310,14 @@ void Scheduler::CountPool(int64_t now_us) {
 void Scheduler::CheckSlotCount() {
   const bool failed =
       std::any_of(gained_.begin(), gained_.end(), [](const Gained& g) { return !g.error.empty(); });
-  if (failed || answer_.pool().slots_used() == store_.ledger().used()) return;
+  if (failed) return;
+  const int64_t difference =
+      static_cast<int64_t>(answer_.pool().slots_used()) - static_cast<int64_t>(store_.ledger().used());
+  const bool told = difference == slot_difference_;
+  slot_difference_ = difference;
+  if (difference == 0) return;
   metrics_.SlotCountDiffered();
+  if (told) return;  // counted at each step, written down when it changes
   spdlog::error("step {}: {} KV slots are in use on rank 0, {} by the coordinator's count", answer_.step(),
                 answer_.pool().slots_used(), store_.ledger().used());
 }

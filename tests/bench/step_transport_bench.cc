@@ -61,6 +61,7 @@ class IdleEngine : public Engine {
     response->set_step(request.step());
     response->set_rank(static_cast<uint32_t>(collective_->rank()));
     response->set_digest(request.step());
+    response->mutable_pool()->set_slots_used(CountSlots(request));
     if (collective_->rank() == 0) {
       for (const auto& chunk : request.prefill()) {
         if (chunk.sample()) Answer(chunk.sequence_id(), {}, chunk.draft_top_k(), response->add_results());
@@ -84,6 +85,21 @@ class IdleEngine : public Engine {
   }
 
  private:
+  // Slots in use as a real pool would have them; the coordinator compares this with its own count.
+  uint64_t CountSlots(const v1::StepRequest& request) {
+    for (const auto& op : request.ops()) {
+      if (op.has_fork()) own_begin_[op.fork().sequence_id()] = op.fork().length();
+      if (op.has_free()) own_end_.erase(op.free().sequence_id());
+    }
+    for (const auto& chunk : request.prefill()) {
+      own_end_[chunk.sequence_id()] = chunk.start() + static_cast<uint64_t>(chunk.tokens_size());
+    }
+    for (const auto& tree : request.verify())
+      own_end_[tree.sequence_id()] = tree.start() + 1 + Path(tree).size();
+    uint64_t used = 0;
+    for (const auto& [id, end] : own_end_) used += end - own_begin_[id];
+    return used;
+  }
   static std::vector<uint32_t> Path(const v1::TreeVerify& tree) {
     std::vector<uint32_t> path;
     uint32_t node = 0;
@@ -114,7 +130,7 @@ class IdleEngine : public Engine {
     }
   }
   uint32_t Token() { return 200 + (token_ = token_ * 1664525 + 1013904223) % 500; }
-
+  std::map<uint64_t, uint64_t> own_begin_, own_end_;  // by sequence: its positions in slots of its own
   Collective* collective_ = nullptr;
   uint32_t token_ = 1;
 };
