@@ -6,22 +6,13 @@
 // The scalar functions here are the oracle for the kernels; they are not meant to be fast.
 #pragma once
 
-#include <bit>
 #include <cstdint>
+
+#include "common/bf16.h"
 
 namespace kdt {
 
 inline constexpr int64_t kInt4PerWord = 8;
-
-// bfloat16 is the upper half of a float32.
-inline float Bf16ToFloat(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
-
-// Nearest, ties to even; NaN stays NaN.
-inline uint16_t FloatToBf16(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 
 // The value -8 .. 7 of input i (0 .. 7) of a packed word.
 inline int Int4Value(uint32_t word, int i) { return static_cast<int>((word >> (4 * i)) & 0xfu) - 8; }

@@ -3,10 +3,10 @@
 #define HWY_TARGET_INCLUDE "kernels/cpu/draft_attention.cc"
 #include <algorithm>
 
+#include "common/bf16.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/attention-inl.h"
-#include "kernels/cpu/bf16.h"
 #include "kernels/cpu/ops.h"
 
 HWY_BEFORE_NAMESPACE();

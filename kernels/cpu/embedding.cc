@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "kernels/cpu/bf16.h"
+#include "common/bf16.h"
 #include "kernels/cpu/ops.h"
 
 namespace kdt::kernels::cpu {

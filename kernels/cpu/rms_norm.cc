@@ -3,9 +3,9 @@
 #define HWY_TARGET_INCLUDE "kernels/cpu/rms_norm.cc"
 #include <cmath>
 
+#include "common/bf16.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
-#include "kernels/cpu/bf16.h"
 #include "kernels/cpu/ops.h"
 #include "kernels/cpu/simd-inl.h"
 

@@ -11,10 +11,10 @@
 #include <algorithm>
 #include <bit>
 
+#include "common/bf16.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/attention-inl.h"
-#include "kernels/cpu/bf16.h"
 #include "kernels/cpu/ops.h"
 #include "kernels/cpu/verify_task.h"
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/bf16.h"
 #include "common/status.h"
 #include "worker/collective/collective.h"
 #include "worker/collective/shm_segment.h"
@@ -19,21 +20,6 @@ using kernels::DType;
 // Up to this many values every rank sums all of them itself. Above, each sums its own part and a second
 // barrier gives everybody the others' parts: less arithmetic for one more wake-up.
 constexpr int64_t kOneShotValues = 4096;
-
-float ToFloat(uint16_t bf16) {
-  const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-// Round to nearest even; NaN stays NaN.
-uint16_t ToBf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((bits >> 16) | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 class ShmCollective : public Collective {
  public:
@@ -108,14 +94,15 @@ class ShmCollective : public Collective {
           for (int64_t i = 0; i < n; ++i) sums[i] = rank == 0 ? in[i] : sums[i] + in[i];
         } else {
           const uint16_t* in = reinterpret_cast<const uint16_t*>(buffer) + at;
-          for (int64_t i = 0; i < n; ++i) sums[i] = rank == 0 ? ToFloat(in[i]) : sums[i] + ToFloat(in[i]);
+          for (int64_t i = 0; i < n; ++i)
+            sums[i] = rank == 0 ? Bf16ToFloat(in[i]) : sums[i] + Bf16ToFloat(in[i]);
         }
       }
       if (dtype == DType::kF32) {
         std::memcpy(reinterpret_cast<float*>(out) + at, sums, static_cast<size_t>(n) * sizeof(float));
       } else {
         uint16_t* to = reinterpret_cast<uint16_t*>(out) + at;
-        for (int64_t i = 0; i < n; ++i) to[i] = ToBf16(sums[i]);
+        for (int64_t i = 0; i < n; ++i) to[i] = FloatToBf16(sums[i]);
       }
     }
   }

@@ -7,14 +7,11 @@
 #include <random>
 #include <vector>
 
+#include "common/bf16.h"
 #include "kdt/kernels/backend.h"
-#include "kernels/cpu/bf16.h"
 #include "tests/support/catch.h"
 
 namespace kdt::kernels::test {
-
-using cpu::Bf16ToFloat;
-using cpu::FloatToBf16;
 
 inline std::unique_ptr<Backend> MakeBackend(int threads = 1) {
   absl::StatusOr<std::unique_ptr<Backend>> backend = MakeCpuBackend(threads);

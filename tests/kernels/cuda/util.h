@@ -9,13 +9,11 @@
 #include <vector>
 
 #include "kdt/kernels/cuda_backend.h"
-#include "kernels/cpu/bf16.h"
+#include "common/bf16.h"
 #include "tests/support/catch.h"
 
 namespace kdt::kernels::test {
 
-using cpu::Bf16ToFloat;
-using cpu::FloatToBf16;
 
 // The GPU of this machine, or nullptr.
 inline Backend* Gpu() {
