@@ -1,4 +1,5 @@
 // One block a row.
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -8,6 +9,8 @@ namespace {
 template <typename T>
 __global__ void EmbeddingKernel(const int32_t* ids, int64_t begin, const bf16* table, int64_t vocab,
                                 int64_t table_stride, int64_t hidden, T* out, int64_t out_stride) {
+  LaunchDependents();
+  WaitForPrevious();
   const int64_t id = ids[blockIdx.x] - begin;
   const bool here = id >= 0 && id < vocab;
   T* to = out + blockIdx.x * out_stride;
@@ -20,13 +23,12 @@ __global__ void EmbeddingKernel(const int32_t* ids, int64_t begin, const bf16* t
 
 cudaError_t Embedding(const Launch& launch, const kernels::EmbeddingArgs& args) {
   if (args.out.rows == 0) return cudaSuccess;
-  ByType(args.out.dtype, [&](auto* t) {
+  return ByType(args.out.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    EmbeddingKernel<T><<<static_cast<int>(args.out.rows), 256, 0, launch.stream>>>(
-        args.token_ids, args.vocab_begin, Data<bf16>(args.table), args.table.rows, args.table.stride,
-        args.out.cols, Data<T>(args.out), args.out.stride);
+    return LaunchAfter(launch, EmbeddingKernel<T>, dim3(static_cast<unsigned>(args.out.rows)), 256, 0,
+                       args.token_ids, args.vocab_begin, Data<bf16>(args.table), args.table.rows,
+                       args.table.stride, args.out.cols, Data<T>(args.out), args.out.stride);
   });
-  return cudaGetLastError();
 }
 
 }  // namespace kdt::cuda

@@ -1,6 +1,7 @@
 // One block a row. Built without contraction of products and sums (CMakeLists.txt): the noise and the choice
 // are the CPU's, bit for bit.
 #include "common/rng.h"
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -12,6 +13,8 @@ __global__ void __launch_bounds__(1024)
                  const float* temperature, const uint64_t* seed, const int64_t* position, int32_t* id,
                  float* value) {
   __shared__ Best shared[32];
+  LaunchDependents();
+  WaitForPrevious();
   logits += blockIdx.x * stride;
   const float t = temperature[blockIdx.x];
   const bool noisy = t > 0.0f;
@@ -43,10 +46,9 @@ __global__ void __launch_bounds__(1024)
 
 cudaError_t GumbelArgmax(const Launch& launch, const kernels::GumbelArgmaxArgs& args) {
   if (args.logits.rows == 0) return cudaSuccess;
-  GumbelKernel<<<static_cast<int>(args.logits.rows), 1024, 0, launch.stream>>>(
-      Data<float>(args.logits), args.logits.stride, args.logits.cols, args.vocab_begin, args.temperature,
-      args.seed, args.position, args.id, args.value);
-  return cudaGetLastError();
+  return LaunchAfter(launch, GumbelKernel, dim3(static_cast<unsigned>(args.logits.rows)), 1024, 0,
+                     Data<float>(args.logits), args.logits.stride, args.logits.cols, args.vocab_begin,
+                     args.temperature, args.seed, args.position, args.id, args.value);
 }
 
 }  // namespace kdt::cuda

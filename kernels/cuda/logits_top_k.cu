@@ -1,5 +1,6 @@
 // One block a row. The k-th best value is found by four passes of an 8-bit radix select over order-preserving
 // keys; then the values above it and the first ones equal to it, by rising index, are collected and ranked.
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -25,6 +26,8 @@ __global__ void __launch_bounds__(kThreads) LogitsTopKKernel(kernels::LogitsTopK
   const int vocab = static_cast<int>(args.logits.cols), k = static_cast<int>(args.k);
   const float* logits = static_cast<const float*>(args.logits.data) + blockIdx.x * args.logits.stride;
 
+  LaunchDependents();
+  WaitForPrevious();
   float top = -INFINITY;
   bool bad = false;
   for (int i = thread; i < vocab; i += kThreads) {
@@ -115,8 +118,8 @@ __global__ void __launch_bounds__(kThreads) LogitsTopKKernel(kernels::LogitsTopK
 
 cudaError_t LogitsTopK(const Launch& launch, const kernels::LogitsTopKArgs& args) {
   if (args.logits.rows == 0) return cudaSuccess;
-  LogitsTopKKernel<<<static_cast<int>(args.logits.rows), kThreads, 0, launch.stream>>>(args);
-  return cudaGetLastError();
+  return LaunchAfter(launch, LogitsTopKKernel, dim3(static_cast<unsigned>(args.logits.rows)), kThreads, 0,
+                     args);
 }
 
 }  // namespace kdt::cuda

@@ -1,4 +1,5 @@
 // One block a row, two passes over it: the second finds the row in L1 or L2.
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -13,6 +14,8 @@ __global__ void __launch_bounds__(512)
   x += blockIdx.x * x_stride;
   out += blockIdx.x * out_stride;
   if (residual != nullptr) residual += blockIdx.x * residual_stride;
+  LaunchDependents();
+  WaitForPrevious();
   float squares = 0.0f;
   for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
     float v = ToFloat(x[i]);
@@ -32,6 +35,8 @@ __global__ void __launch_bounds__(512)
 
 template <typename T>
 __global__ void AddKernel(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, int64_t n) {
+  LaunchDependents();
+  WaitForPrevious();
   for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
     T& sum = residual[blockIdx.x * residual_stride + i];
     sum = FromFloat<T>(ToFloat(sum) + ToFloat(x[blockIdx.x * x_stride + i]));
@@ -42,24 +47,23 @@ __global__ void AddKernel(const T* x, int64_t x_stride, T* residual, int64_t res
 
 cudaError_t RmsNorm(const Launch& launch, const kernels::RmsNormArgs& args) {
   if (args.x.rows == 0) return cudaSuccess;
-  ByType(args.x.dtype, [&](auto* t) {
+  return ByType(args.x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    RmsNormKernel<T><<<static_cast<int>(args.x.rows), 512, 0, launch.stream>>>(
-        Data<T>(args.x), args.x.stride, Data<T>(args.residual), args.residual.stride,
-        reinterpret_cast<const bf16*>(args.weight), args.eps, args.x.cols, Data<T>(args.out),
-        args.out.stride);
+    return LaunchAfter(launch, RmsNormKernel<T>, dim3(static_cast<unsigned>(args.x.rows)), 512, 0,
+                       Data<T>(args.x), args.x.stride, Data<T>(args.residual), args.residual.stride,
+                       reinterpret_cast<const bf16*>(args.weight), args.eps, args.x.cols, Data<T>(args.out),
+                       args.out.stride);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t Add(const Launch& launch, const kernels::AddArgs& args) {
   if (args.x.rows == 0) return cudaSuccess;
-  ByType(args.x.dtype, [&](auto* t) {
+  return ByType(args.x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    AddKernel<T><<<static_cast<int>(args.x.rows), 512, 0, launch.stream>>>(
-        Data<T>(args.x), args.x.stride, Data<T>(args.residual), args.residual.stride, args.x.cols);
+    return LaunchAfter(launch, AddKernel<T>, dim3(static_cast<unsigned>(args.x.rows)), 512, 0,
+                       Data<T>(args.x), args.x.stride, Data<T>(args.residual), args.residual.stride,
+                       args.x.cols);
   });
-  return cudaGetLastError();
 }
 
 }  // namespace kdt::cuda

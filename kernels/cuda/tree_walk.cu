@@ -1,5 +1,6 @@
 // A warp a tree. A child stands behind its parent, so one pass over the nodes, 32 at a time, finds the whole
 // path.
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -8,6 +9,8 @@ namespace {
 
 __global__ void TreeWalkKernel(kernels::TreeWalkArgs args) {
   const int tree = blockIdx.x, lane = threadIdx.x;
+  LaunchDependents();
+  WaitForPrevious();
   const int begin = args.row_begin[tree], nodes = args.row_begin[tree + 1] - begin;
   int node = 0, length = 0, target = args.targets[begin];
   if (lane == 0) args.path[begin] = 0;
@@ -38,8 +41,7 @@ __global__ void TreeWalkKernel(kernels::TreeWalkArgs args) {
 
 cudaError_t TreeWalk(const Launch& launch, const kernels::TreeWalkArgs& args) {
   if (args.trees == 0) return cudaSuccess;
-  TreeWalkKernel<<<static_cast<int>(args.trees), 32, 0, launch.stream>>>(args);
-  return cudaGetLastError();
+  return LaunchAfter(launch, TreeWalkKernel, dim3(static_cast<unsigned>(args.trees)), 32, 0, args);
 }
 
 }  // namespace kdt::cuda
