@@ -102,13 +102,10 @@ CoordinatorMetrics::CoordinatorMetrics(std::shared_ptr<prometheus::Registry> reg
   rounds_ = counter("kdt_rounds_total", "Verified trees, those of a root alone included");
   drafted_ = counter("kdt_drafted_tokens_total", "Drafted nodes verified");
   accepted_ = counter("kdt_accepted_tokens_total", "Drafted tokens accepted");
-  auto& by_depth = prometheus::BuildCounter()
-                       .Name("kdt_accepted_tokens_by_depth_total")
-                       .Help("Drafted tokens accepted, by their depth in the tree")
-                       .Register(*registry_);
-  for (size_t depth = 1; depth <= kDepths; ++depth) {
-    accepted_by_depth_.push_back(&by_depth.Add({{"depth", std::to_string(depth)}}));
-  }
+  accepted_by_depth_family_ = &prometheus::BuildCounter()
+                                   .Name("kdt_accepted_tokens_by_depth_total")
+                                   .Help("Drafted tokens accepted, by their depth in the tree")
+                                   .Register(*registry_);
   budget_ = gauge("kdt_budget_nodes", "Drafted nodes of the last verified tree");
   rank_up_family_ = &prometheus::BuildGauge()
                          .Name("kdt_rank_up")
@@ -185,14 +182,19 @@ void CoordinatorMetrics::TreeVerified(uint32_t drafted_nodes, uint32_t accepted)
   if (drafted_nodes == 0) return;
   drafted_->Increment(drafted_nodes);
   accepted_->Increment(accepted);
-  for (uint32_t depth = 0; depth < accepted; ++depth) {
-    accepted_by_depth_[std::min<size_t>(depth, kDepths - 1)]->Increment();
+  for (size_t depth = 0; depth < std::min<size_t>(accepted, accepted_by_depth_.size()); ++depth) {
+    accepted_by_depth_[depth]->Increment();
   }
 }
 
 void CoordinatorMetrics::SlotCountDiffered() { slot_differences_->Increment(); }
 
-void CoordinatorMetrics::SetGroup(uint64_t epoch, const std::vector<RankStatus>& ranks) {
+void CoordinatorMetrics::SetGroup(uint64_t epoch, const std::vector<RankStatus>& ranks,
+                                  uint32_t draft_depths) {
+  while (accepted_by_depth_.size() < draft_depths) {
+    const std::string depth = std::to_string(accepted_by_depth_.size() + 1);
+    accepted_by_depth_.push_back(&accepted_by_depth_family_->Add({{"depth", depth}}));
+  }
   if (epoch_->Value() != 0 && epoch_->Value() != static_cast<double>(epoch)) group_restarts_->Increment();
   epoch_->Set(static_cast<double>(epoch));
   for (const RankStatus& rank : ranks) {

@@ -51,11 +51,10 @@ class CoordinatorMetrics {
   // The slots counted here are not those that rank 0 told.
   void SlotCountDiffered();
 
-  void SetGroup(uint64_t epoch, const std::vector<RankStatus>& ranks);
+  // `draft_depths`: how deep the group's drafter can draft; 0: it has none.
+  void SetGroup(uint64_t epoch, const std::vector<RankStatus>& ranks, uint32_t draft_depths);
 
  private:
-  static constexpr size_t kDepths = 16;  // deeper ones count for the last
-
   std::shared_ptr<prometheus::Registry> registry_;
   prometheus::Family<prometheus::Counter>* requests_;
   prometheus::Family<prometheus::Counter>* rejections_;
@@ -66,7 +65,8 @@ class CoordinatorMetrics {
   prometheus::Counter *prompt_tokens_, *cached_tokens_, *generated_tokens_;
   prometheus::Counter *rounds_, *drafted_, *accepted_, *group_restarts_, *preemptions_, *slot_differences_;
   prometheus::Counter *stop_, *length_, *tool_calls_;
-  std::vector<prometheus::Counter*> accepted_by_depth_;
+  prometheus::Family<prometheus::Counter>* accepted_by_depth_family_;
+  std::vector<prometheus::Counter*> accepted_by_depth_;  // one for each depth that the drafter has
   prometheus::Histogram *first_token_, *inter_token_, *queue_, *total_, *step_, *tree_build_, *transport_;
   prometheus::Histogram* tree_nodes_;
 };

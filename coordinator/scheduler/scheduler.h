@@ -78,6 +78,7 @@ class Scheduler {
   // scheduler_loop.cc: all of it runs on the scheduler's thread.
   void Run();
   bool TakeCommands();  // false: the scheduler is to end
+  uint32_t DraftDepths() const;
   bool GroupServes();
   void LoseGroup();
   void Accept(std::unique_ptr<Request> request);
@@ -124,7 +125,7 @@ class Scheduler {
   SequenceStore store_;
   Speculator speculator_;
   int64_t slot_difference_ = 0;  // rank 0's KV slots in use less our own count, at the last step
-  int64_t step_taken_us_ = 0;  // when the last step's answer was taken in; 0: the loop has been idle since
+  int64_t step_taken_us_ = 0;    // when the last step's answer was taken in; 0: the loop has been idle since
   StepBuilder builder_;
   v1::StepRequest step_;
   v1::StepResponse answer_;

@@ -91,6 +91,11 @@ void Scheduler::Enqueue(Sample* sample) {
   waiting_.insert(std::upper_bound(waiting_.begin(), waiting_.end(), sample, Senior), sample);
 }
 
+// The first token of a block is the root.
+uint32_t Scheduler::DraftDepths() const {
+  return limits_.draft_block_size > 0 ? limits_.draft_block_size - 1 : 0;
+}
+
 bool Scheduler::GroupServes() {
   if (lost_) return false;
   const GroupState state = group_->state();
@@ -102,7 +107,7 @@ bool Scheduler::GroupServes() {
     last_sent_us_ = MonotonicMicros();
     speculator_.Reset(limits_);
     builder_.Reset(limits_);
-    metrics_.SetGroup(epoch_, group_->Ranks());
+    metrics_.SetGroup(epoch_, group_->Ranks(), DraftDepths());
     return true;
   }
   if (state == GroupState::kDown) {
@@ -129,7 +134,7 @@ void Scheduler::LoseGroup() {
     Enqueue(sample);
   }
   running_.clear();
-  metrics_.SetGroup(group_->epoch(), group_->Ranks());
+  metrics_.SetGroup(group_->epoch(), group_->Ranks(), DraftDepths());
   epoch_ = 0;
   if (!options_.rejoin) {
     lost_ = true;

@@ -48,6 +48,9 @@ TEST_CASE("metrics count what was done") {
   CHECK(has("kdt_epoch 1"));
   CHECK(has("kdt_request_seconds_count 2"));
   CHECK(has("kdt_time_to_first_token_seconds_count 3"));
+  // A block of eight is the root and seven depths.
+  CHECK(text.find("by_depth_total{depth=\"7\"}") != std::string::npos);
+  CHECK(text.find("by_depth_total{depth=\"8\"}") == std::string::npos);
   for (const char* name :
        {"kdt_accepted_tokens_by_depth_total{depth=\"1\"}", "kdt_tree_build_seconds_count",
         "kdt_transport_seconds_count", "kdt_step_seconds_count", "kdt_drafted_tokens_total",
