@@ -106,6 +106,27 @@ class CpuBackend final : public Backend {
 
 }  // namespace
 
+absl::StatusOr<void*> Backend::AllocateHost(size_t bytes) {
+  constexpr size_t kHostAlignment = 64;
+  if (bytes > SIZE_MAX - kHostAlignment) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(name(), " backend: no host memory for ", bytes, " bytes"));
+  }
+  const size_t whole = (bytes / kHostAlignment + 1) * kHostAlignment;
+  void* data = std::aligned_alloc(kHostAlignment, whole);
+  if (data == nullptr) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(name(), " backend: no host memory for ", bytes, " bytes"));
+  }
+  std::memset(data, 0, whole);
+  return data;
+}
+void Backend::FreeHost(void* data) { std::free(data); }
+
+absl::StatusOr<std::unique_ptr<Graph>> Backend::Capture(absl::FunctionRef<absl::Status()>) {
+  return absl::UnimplementedError(absl::StrCat("the ", name(), " backend does not capture graphs"));
+}
+
 absl::StatusOr<std::unique_ptr<Backend>> MakeCpuBackend(int threads) {
   if (threads < 1 || threads > kMaxThreads) {
     return absl::InvalidArgumentError(

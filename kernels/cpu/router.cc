@@ -81,8 +81,14 @@ void Router(Context& context, const RouterArgs& args) {
   const int64_t padded_experts = (experts + 15) / 16 * 16;  // keeps the second half aligned
   float* const packed = context.scratch[0].Get<float>(args.x.rows * packed_size);
   float* const scores = context.scratch[1].Get<float>(args.x.rows * 2 * padded_experts);
+  const int64_t real_rows = args.row_count == nullptr ? args.x.rows : *args.row_count;
   ParallelRanges(context, args.x.rows, 1, experts * inputs, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
+      if (r >= real_rows) {
+        std::fill_n(args.expert_ids + r * args.top_k, args.top_k, -1);
+        std::fill_n(args.weights + r * args.top_k, args.top_k, 0.0f);
+        continue;
+      }
       float* const row_scores = scores + r * 2 * padded_experts;
       score(args, r, packed + r * packed_size, row_scores);
       Choose(args, row_scores, row_scores + padded_experts, args.expert_ids + r * args.top_k,

@@ -9,6 +9,8 @@
 #include "absl/strings/str_format.h"
 #include "kdt/kernels/cuda_backend.h"
 #include "kernels/cuda/check.h"
+#include "kernels/cuda/graph.h"
+#include "kernels/cuda/memory.h"
 #include "kernels/cuda/ops.h"
 
 namespace kdt::kernels {
@@ -48,6 +50,7 @@ class CudaBackend final : public Backend {
     backend->launch_.processors = properties.multiProcessorCount;
     backend->launch_.workspace_bytes = options.workspace_bytes / 256 * 256;
     KDT_CUDA_RETURN_IF_ERROR(cudaStreamCreateWithFlags(&backend->launch_.stream, cudaStreamNonBlocking));
+    backend->memory_.SetStream(backend->launch_.stream);
     absl::StatusOr<void*> workspace = backend->Allocate(backend->launch_.workspace_bytes);
     if (!workspace.ok()) return workspace.status();
     backend->launch_.workspace = *workspace;
@@ -74,34 +77,35 @@ class CudaBackend final : public Backend {
   }
   DType activation_dtype() const override { return DType::kBF16; }
 
-  absl::StatusOr<void*> Allocate(size_t bytes) override {
-    void* data = nullptr;
-    const size_t wanted = bytes == 0 ? 1 : bytes;
-    if (const cudaError_t error = cudaMalloc(&data, wanted); error != cudaSuccess) {
-      (void)cudaGetLastError();  // an allocation that failed leaves no lasting error
-      return absl::ResourceExhaustedError(
-          absl::StrCat("cuda backend: no memory for ", bytes, " bytes: ", cudaGetErrorString(error)));
-    }
-    if (absl::Status status = KDT_CUDA_STATUS(cudaMemsetAsync(data, 0, wanted, launch_.stream));
-        !status.ok()) {
-      Free(data);
-      return status;
-    }
-    return data;
-  }
-  void Free(void* data) override {
-    if (data != nullptr) (void)cudaFree(data);
-  }
+  absl::StatusOr<void*> Allocate(size_t bytes) override { return memory_.Allocate(bytes); }
+  void Free(void* data) override { memory_.Free(data); }
+  absl::StatusOr<void*> AllocateHost(size_t bytes) override { return memory_.AllocateHost(bytes); }
+  void FreeHost(void* data) override { memory_.FreeHost(data); }
   absl::Status Upload(void* device, const void* host, size_t bytes) override {
-    if (bytes == 0) return absl::OkStatus();
-    return KDT_CUDA_STATUS(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, launch_.stream));
+    return memory_.Upload(device, host, bytes);
   }
   absl::Status Download(void* host, const void* device, size_t bytes) override {
-    if (bytes == 0) return absl::OkStatus();
-    KDT_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, launch_.stream));
-    return Synchronize();
+    return memory_.Download(host, device, bytes);
   }
-  absl::Status Synchronize() override { return KDT_CUDA_STATUS(cudaStreamSynchronize(launch_.stream)); }
+  absl::Status UploadAsync(void* device, const void* pinned, size_t bytes) override {
+    return memory_.UploadAsync(device, pinned, bytes);
+  }
+  absl::Status DownloadAsync(void* pinned, const void* device, size_t bytes) override {
+    return memory_.DownloadAsync(pinned, device, bytes);
+  }
+  absl::Status Synchronize() override { return memory_.Synchronize(); }
+
+  bool can_capture() const override { return true; }
+  absl::StatusOr<std::unique_ptr<Graph>> Capture(absl::FunctionRef<absl::Status()> record) override {
+    capturing_ = true;
+    absl::StatusOr<std::unique_ptr<Graph>> graph =
+        cuda::CaptureGraph(launch_.stream, record, &memory_.stats().replays);
+    capturing_ = false;
+    return graph;
+  }
+  void* stream() const override { return launch_.stream; }
+  void Seal(bool sealed) override { memory_.Seal(sealed); }
+  BackendStats stats() const override { return memory_.stats(); }
 
   absl::Status Embedding(const EmbeddingArgs& args) override {
     return Do("embedding", cuda::Embedding, args);
@@ -138,7 +142,15 @@ class CudaBackend final : public Backend {
  private:
   template <typename Args>
   absl::Status Do(const char* op, cudaError_t (*run)(const cuda::Launch&, const Args&), const Args& args) {
-    const cudaError_t error = run(launch_, args);
+    cudaError_t error = run(launch_, args);
+    // A call that may not be captured spoils the whole capture: the op that made it is named here.
+    if (error == cudaSuccess && capturing_) {
+      cudaStreamCaptureStatus state = cudaStreamCaptureStatusActive;
+      error = cudaStreamIsCapturing(launch_.stream, &state);
+      if (error == cudaSuccess && state != cudaStreamCaptureStatusActive) {
+        error = cudaErrorStreamCaptureInvalidated;
+      }
+    }
     if (error == cudaSuccess) return absl::OkStatus();
     if (error == cudaErrorInvalidValue) {
       return absl::InvalidArgumentError(
@@ -150,6 +162,8 @@ class CudaBackend final : public Backend {
   }
 
   cuda::Launch launch_{};
+  cuda::Memory memory_;
+  bool capturing_ = false;
   std::string device_name_;
   DeviceFacts facts_;
 };

@@ -22,7 +22,14 @@ __global__ void ScoreKernel(const T* x, int64_t x_stride, const float* w, int64_
 
 __global__ void __launch_bounds__(kThreads)
     ChooseKernel(const float* scores, const float* bias, int experts, int top_k, bool normalize, float scale,
-                 int32_t* ids, float* weights) {
+                 const int32_t* row_count, int32_t* ids, float* weights) {
+  if (row_count != nullptr && static_cast<int>(blockIdx.x) >= *row_count) {  // padding
+    if (threadIdx.x < top_k) {
+      ids[static_cast<int64_t>(blockIdx.x) * top_k + threadIdx.x] = -1;
+      weights[static_cast<int64_t>(blockIdx.x) * top_k + threadIdx.x] = 0.0f;
+    }
+    return;
+  }
   __shared__ Best shared[kThreads / 32];
   __shared__ float biased[kMaxRouted], plain[kMaxRouted];
   __shared__ int chosen[kernels::kMaxExpertsPerToken];
@@ -96,7 +103,7 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
   }
   ChooseKernel<<<static_cast<int>(rows), kThreads, 0, launch.stream>>>(
       scores, args.bias, static_cast<int>(experts), static_cast<int>(args.top_k), args.normalize, args.scale,
-      args.expert_ids, args.weights);
+      args.row_count, args.expert_ids, args.weights);
   return cudaGetLastError();
 }
 

@@ -70,5 +70,31 @@ TEST_CASE("router ties go to lower indices, NaN rows still name experts", "[rout
   }
 }
 
+TEST_CASE("router gives padding rows no expert", "[router]") {
+  std::mt19937 rng(14);
+  constexpr int64_t kRows = 5, kExperts = 8, kHidden = 32, kTopK = 2;
+  Matrix x(kRows, kHidden), bias(1, kExperts);
+  Bf16Matrix w(kExperts, kHidden);
+  x.Fill(rng);
+  bias.Fill(rng, 0.1f);
+  w.Fill(rng, 0.2f);
+  const auto backend = MakeBackend(2);
+  std::vector<int32_t> all_ids(kRows * kTopK), ids(kRows * kTopK, 77);
+  std::vector<float> all_weights(kRows * kTopK), weights(kRows * kTopK, 77);
+  REQUIRE(
+      backend
+          ->Router({x.tensor(), w.tensor(), bias.row(0), kTopK, true, 1, all_ids.data(), all_weights.data()})
+          .ok());
+  const int32_t row_count = 3;
+  REQUIRE(backend
+              ->Router({x.tensor(), w.tensor(), bias.row(0), kTopK, true, 1, ids.data(), weights.data(),
+                        &row_count})
+              .ok());
+  for (int64_t i = 0; i < kRows * kTopK; ++i) {
+    CHECK(ids[i] == (i < row_count * kTopK ? all_ids[i] : -1));
+    CHECK(weights[i] == (i < row_count * kTopK ? all_weights[i] : 0.0f));
+  }
+}
+
 }  // namespace
 }  // namespace kdt::kernels::test

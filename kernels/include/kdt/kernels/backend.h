@@ -14,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kdt/kernels/draft_attention.h"
@@ -44,6 +45,23 @@ struct DeviceMemory {
   uint64_t total_bytes = 0;
 };
 
+// What a backend did on behalf of its callers since it was made. Zeros where nobody counts (the CPU).
+struct BackendStats {
+  int64_t allocations = 0;  // device and page-locked memory
+  int64_t frees = 0;
+  int64_t synchronisations = 0;  // waits of the host for the device
+  int64_t pageable_copies = 0;   // Upload and Download
+  int64_t replays = 0;           // of graphs
+};
+
+// A recorded sequence of ops that can be run again. It ends before its backend does.
+class Graph {
+ public:
+  virtual ~Graph() = default;
+  virtual absl::Status Replay() = 0;  // queued behind what was queued before
+  virtual int64_t nodes() const = 0;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -61,6 +79,31 @@ class Backend {
   virtual absl::Status Upload(void* device, const void* host, size_t bytes) = 0;
   virtual absl::Status Download(void* host, const void* device, size_t bytes) = 0;
   virtual absl::Status Synchronize() = 0;
+
+  // Memory of the host that the device reads and writes at full speed, aligned to 64 bytes, zeroed.
+  virtual absl::StatusOr<void*> AllocateHost(size_t bytes);
+  virtual void FreeHost(void* data);
+  // Copies that are only queued, so they may be captured: the memory (from AllocateHost) must stay as it is
+  // until they are done.
+  virtual absl::Status UploadAsync(void* device, const void* pinned, size_t bytes) {
+    return Upload(device, pinned, bytes);
+  }
+  virtual absl::Status DownloadAsync(void* pinned, const void* device, size_t bytes) {
+    return Download(pinned, device, bytes);
+  }
+
+  // Whether Capture works here.
+  virtual bool can_capture() const { return false; }
+  // Records the ops that `record` calls instead of running them. They are replayed with the same pointers and
+  // shapes. An op that cannot be captured is named in the error. UNIMPLEMENTED without can_capture.
+  virtual absl::StatusOr<std::unique_ptr<Graph>> Capture(absl::FunctionRef<absl::Status()> record);
+  // The queue behind the ops, for collectives: a cudaStream_t on CUDA, nullptr elsewhere.
+  virtual void* stream() const { return nullptr; }
+
+  // A sealed backend refuses, with FAILED_PRECONDITION that names the call, to allocate and to copy pageable
+  // memory; memory freed while it is sealed fails the next Synchronize. Nothing on the CPU.
+  virtual void Seal(bool /*sealed*/) {}
+  virtual BackendStats stats() const { return {}; }
 
   virtual absl::Status Embedding(const EmbeddingArgs& args) = 0;
   virtual absl::Status RmsNorm(const RmsNormArgs& args) = 0;
@@ -111,6 +154,39 @@ class Buffer {
   T* as() const {
     return static_cast<T*>(data_);
   }
+
+ private:
+  Backend* backend_ = nullptr;
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// Memory of AllocateHost with an owner. Move-only.
+class HostBuffer {
+ public:
+  HostBuffer() = default;
+  static absl::StatusOr<HostBuffer> Make(Backend& backend, size_t bytes) {
+    absl::StatusOr<void*> data = backend.AllocateHost(bytes);
+    if (!data.ok()) return data.status();
+    HostBuffer buffer;
+    buffer.backend_ = &backend;
+    buffer.data_ = *data;
+    buffer.bytes_ = bytes;
+    return buffer;
+  }
+  HostBuffer(HostBuffer&& other) noexcept { *this = std::move(other); }
+  HostBuffer& operator=(HostBuffer&& other) noexcept {
+    std::swap(backend_, other.backend_);
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~HostBuffer() {
+    if (data_ != nullptr) backend_->FreeHost(data_);
+  }
+
+  char* data() const { return static_cast<char*>(data_); }
+  size_t bytes() const { return bytes_; }
 
  private:
   Backend* backend_ = nullptr;

@@ -18,6 +18,9 @@ struct RouterArgs {
   float scale;
   int32_t* expert_ids;  // [rows, top_k]
   float* weights;       // [rows, top_k]
+  // One value in the backend's memory: rows from there on are padding and get expert ids -1 with weight 0, so
+  // that they cost no expert. nullptr: no padding.
+  const int32_t* row_count = nullptr;
 };
 
 }  // namespace kdt::kernels
