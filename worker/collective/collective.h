@@ -10,15 +10,19 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "kdt/kernels/backend.h"
 #include "kdt/kernels/tensor.h"
 
 namespace kdt {
 
+// Pointers are memory of the backend. On the CPU an operation is done when it returns. On CUDA ("ipc",
+// "nccl", "ipc+nccl") it is only queued on Backend::stream() and may be captured; addresses inside stay the
+// same until the destructor, data are 16-byte aligned, and what goes wrong on the device comes out of Finish.
 class Collective {
  public:
   virtual ~Collective() = default;
 
-  virtual std::string name() const = 0;  // "local", "shm", "ipc", "nccl"
+  virtual std::string name() const = 0;  // "local", "shm", "ipc", "nccl", "ipc+nccl"
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
@@ -28,6 +32,17 @@ class Collective {
 
   // out = rank 0's `bytes`, rank 1's, ... (out holds size() * bytes). out and in may not overlap.
   virtual absl::Status AllGather(const void* in, size_t bytes, void* out) = 0;
+
+  // On all ranks `data` = rank `root`'s.
+  virtual absl::Status Broadcast(void* data, size_t bytes, int root) = 0;
+
+  // Waits until everything queued on the backend is done. Gives up at the deadline or on Abort with the error
+  // that names the ranks that did not come; the group is of no use afterwards. Not while capturing.
+  virtual absl::Status Finish(kernels::Backend& backend) { return backend.Synchronize(); }
+
+  // Tests a new group with one reduction, each rank contributing rank + 1 in each place, so that a rank that
+  // was summed twice or not at all shows. INTERNAL when the sum is wrong.
+  virtual absl::Status Probe();
 
   // Time until which an operation may wait for other ranks; set once a step. Afterwards: DEADLINE_EXCEEDED
   // that names the ranks that did not come. A rank whose process has ended is found sooner (shm: a tenth of a

@@ -1,4 +1,4 @@
-// All-reduce and all-gather between ranks of one host over a shared-memory segment.
+// All-reduce, all-gather and broadcast between ranks of one host over a shared-memory segment.
 //
 // Buffers alternate between two parities. An operation writes a parity's buffers, passes a barrier, and reads
 // them; the same parity is written again two operations later, behind another barrier that a rank passes only
@@ -54,6 +54,19 @@ class ShmCollective : public Collective {
         std::memcpy(static_cast<std::byte*>(out) + static_cast<size_t>(rank) * bytes + begin,
                     segment_->Buffer(parity, rank), piece);
       }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Broadcast(void* data, size_t bytes, int root) override {
+    KDT_CHECK(root >= 0 && root < size());
+    for (size_t begin = 0; begin < bytes; begin += segment_->buffer_bytes()) {
+      const size_t piece = std::min(segment_->buffer_bytes(), bytes - begin);
+      const int parity = NextParity();
+      std::byte* const at = static_cast<std::byte*>(data) + begin;
+      if (rank() == root) std::memcpy(segment_->Buffer(parity, root), at, piece);
+      KDT_RETURN_IF_ERROR(segment_->Barrier(deadline_));
+      if (rank() != root) std::memcpy(at, segment_->Buffer(parity, root), piece);
     }
     return absl::OkStatus();
   }

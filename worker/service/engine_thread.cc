@@ -1,7 +1,6 @@
 #include "worker/service/engine_thread.h"
 
 #include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/clock.h"
@@ -13,22 +12,6 @@ namespace {
 
 constexpr uint32_t kMaxStepDeadlineMs = 3600 * 1000;
 constexpr uint32_t kMaxJoinTimeoutMs = 3600 * 1000;
-constexpr int64_t kProbeValues = 4096;  // of the reduction that tests a new group
-
-// Every rank contributes rank + 1 in each place, so a rank that was summed twice or not at all shows.
-absl::Status ProbeCollective(Collective* collective) {
-  std::vector<float> values(kProbeValues, static_cast<float>(collective->rank() + 1));
-  KDT_RETURN_IF_ERROR(
-      collective->AllReduceSum(kernels::MakeTensor(values.data(), kernels::DType::kF32, 1, kProbeValues)));
-  const auto expected = static_cast<float>(collective->size() * (collective->size() + 1) / 2);
-  for (const float value : values) {
-    if (value != expected) {
-      return absl::InternalError(absl::StrCat("the first reduction over ", collective->size(), " ranks gave ",
-                                              value, " instead of ", expected));
-    }
-  }
-  return absl::OkStatus();
-}
 
 }  // namespace
 
@@ -146,7 +129,7 @@ absl::StatusOr<std::string> EngineThread::Join(const v1::JoinGroupRequest& reque
   if (cancelled->load()) return absl::CancelledError("another join or the end of this worker came first");
   KDT_ASSIGN_OR_RETURN(std::unique_ptr<Collective> collective, factory_(request, cancelled.get()));
   collective->SetDeadline(absl::Now() + absl::Milliseconds(request.timeout_ms()));
-  KDT_RETURN_IF_ERROR(ProbeCollective(collective.get()));
+  KDT_RETURN_IF_ERROR(collective->Probe());
   const std::string name = collective->name();
   engine_->StartEpoch(collective.get());
   const std::lock_guard<std::mutex> lock(mutex_);

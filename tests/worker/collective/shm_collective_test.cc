@@ -107,6 +107,29 @@ TEST_CASE("all-gather puts every rank's bytes in rank order") {
   CHECK(good == std::vector<int>{1, 1, 1, 1});
 }
 
+TEST_CASE("broadcast gives every rank the root's bytes, in one or many pieces") {
+  for (const size_t bytes : {size_t{1}, size_t{150001}}) {
+    for (const int root : {0, 2}) {
+      std::vector<int> good(3, 0);
+      RunRanks("broadcast", 3, 1 << 16, [&](Collective& collective, int rank) {
+        std::vector<char> data(bytes, static_cast<char>('a' + rank));
+        if (!collective.Broadcast(data.data(), bytes, root).ok()) return;
+        good[static_cast<size_t>(rank)] =
+            data == std::vector<char>(bytes, static_cast<char>('a' + root)) ? 1 : 0;
+      });
+      CHECK(good == std::vector<int>{1, 1, 1});
+    }
+  }
+}
+
+TEST_CASE("the test of a new group passes on every rank") {
+  std::vector<absl::Status> statuses(3, absl::InternalError("not run"));
+  RunRanks("probe", 3, 1 << 16, [&](Collective& collective, int rank) {
+    statuses[static_cast<size_t>(rank)] = collective.Probe();
+  });
+  for (const absl::Status& status : statuses) CHECK(status.ok());
+}
+
 TEST_CASE("a rank that does not come is named after the deadline, and the others are woken") {
   std::vector<absl::Status> statuses(3);
   RunRanks("late", 3, 1 << 16, [&](Collective& collective, int rank) {
