@@ -66,5 +66,6 @@ void BenchVerifyAttention(Bench& bench);
 void BenchMoe(Bench& bench);
 void BenchGemm(Bench& bench);
 void BenchSmallOps(Bench& bench);
+void BenchLayer(Bench& bench);
 
 }  // namespace kdt::bench

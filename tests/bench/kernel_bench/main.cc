@@ -1,4 +1,4 @@
-// kdt-kernel-bench [--op verify_attention|moe|gemm|small] [--repeats N] [--json FILE]: times the CUDA ops
+// kdt-kernel-bench [--op verify_attention|moe|gemm|small|layer] [--repeats N] [--json FILE]: times the CUDA ops
 // over their shapes with cold caches. A result is the median of single runs between two events, queued behind
 // a delay so that launches overlap nothing. Beside each time stand the bytes and FLOP the op cannot avoid and
 // the roof they give at the rates measured first.
@@ -112,6 +112,7 @@ int main(int argc, char** argv) {
   if (op.empty() || op == "moe") kdt::bench::BenchMoe(bench);
   if (op.empty() || op == "gemm") kdt::bench::BenchGemm(bench);
   if (op.empty() || op == "small") kdt::bench::BenchSmallOps(bench);
+  if (op.empty() || op == "layer") kdt::bench::BenchLayer(bench);
   cudaDeviceProp properties;
   KDT_BENCH_CUDA(cudaGetDeviceProperties(&properties, 0));
   if (!json.empty()) bench.WriteJson(json, properties.name);
