@@ -10,6 +10,7 @@
 
 #include "common/process.h"
 #include "kdt/v1/generation.grpc.pb.h"
+#include "tests/support/served_group.h"
 
 namespace kdt::testing {
 
@@ -24,24 +25,19 @@ class Cluster {
  public:
   // Starts the group and waits until it serves. Fails the running test with the log when it does not.
   explicit Cluster(const ClusterOptions& options);
-  ~Cluster();
 
-  v1::Generation::Stub& stub() { return *stub_; }
-  const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
-  const std::string& server() const { return server_; }  // HOST:PORT
-  ChildProcess& launcher() { return *launcher_; }
-  std::string Log() const;  // standard error of all processes so far
+  v1::Generation::Stub& stub() { return group_->stub(); }
+  const std::shared_ptr<grpc::Channel>& channel() const { return group_->channel(); }
+  const std::string& server() const { return group_->server(); }  // HOST:PORT
+  ChildProcess& launcher() { return group_->launcher(); }
+  std::string Log() const { return group_->Log(); }  // standard error of all processes so far
 
   // Process ids of the launcher's children whose command is kdt-worker (by rank) or kdt-coordinator.
-  std::vector<pid_t> WorkerPids() const;
-  pid_t CoordinatorPid() const;
+  std::vector<pid_t> WorkerPids() const { return group_->WorkerPids(); }
+  pid_t CoordinatorPid() const { return group_->CoordinatorPid(); }
 
  private:
-  std::string dir_;
-  std::optional<ChildProcess> launcher_;
-  std::string server_;
-  std::shared_ptr<grpc::Channel> channel_;
-  std::unique_ptr<v1::Generation::Stub> stub_;
+  std::unique_ptr<ServedGroup> group_;
 };
 
 // One generated sample, collected from the stream.
