@@ -54,6 +54,10 @@ absl::Status GroupSupervisor::StartWorkers() {
       const int port = options_.metrics_port == 0 ? 0 : options_.metrics_port + 1 + i;
       process.argv.push_back(absl::StrCat("--metrics_port=", port));
     }
+    if (!options_.devices.empty()) {
+      const int device = options_.devices[static_cast<size_t>(i) % options_.devices.size()];
+      process.argv.push_back(absl::StrCat("--device=", device));
+    }
     process.argv.insert(process.argv.end(), options_.worker_args.begin(), options_.worker_args.end());
     process.capture_stdout = true;  // its own ready line is not for the launcher's reader
     KDT_ASSIGN_OR_RETURN(ChildProcess worker, ChildProcess::Start(process));

@@ -25,7 +25,8 @@ struct GroupOptions {
   std::string socket_dir;   // of rankR.sock; empty: a new one that is removed at the end
   std::string worker_host;  // not empty: workers listen on TCP, local rank i on worker_port + i
   int worker_port = 0;
-  int metrics_port = -1;  // coordinator P, local rank i P + 1 + i; 0: each takes a free port; -1: none
+  std::vector<int> devices;  // local rank i runs on GPU devices[i % size]; empty: no GPUs
+  int metrics_port = -1;     // coordinator P, local rank i P + 1 + i; 0: each takes a free port; -1: none
   int drain_timeout_s = 30;
   OnLoss on_loss = OnLoss::kExit;
   int max_restarts = 5;                  // losses in ten minutes after which the launcher gives up

@@ -9,7 +9,9 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "common/address.h"
 #include "common/flags.h"
 #include "common/log.h"
@@ -30,7 +32,10 @@ ABSL_FLAG(
     "with --role=workers: HOST:PORT of this host's first rank instead of sockets, the next takes PORT + 1");
 ABSL_FLAG(int, ranks_per_node, 0, "with --role=workers: ranks that run on this host; 0: all");
 ABSL_FLAG(int, node_index, 0, "with --role=workers: this host's place in the group; it decides its ranks");
-ABSL_FLAG(std::string, backend, "cpu", "worker backend");
+ABSL_FLAG(std::string, backend, "cpu", "worker backend: cpu or cuda");
+ABSL_FLAG(
+    std::string, devices, "",
+    "with --backend=cuda: GPUs of the ranks here, in turn, as 0,1,2; empty: rank i of this host has GPU i");
 ABSL_FLAG(std::string, listen, "127.0.0.1:50051", "HOST:PORT of the public API; port 0 takes a free one");
 ABSL_FLAG(std::string, tls_cert, "", "PEM file with the public port's certificate; empty: plaintext");
 ABSL_FLAG(std::string, tls_key, "", "PEM file with the key of --tls_cert");
@@ -115,6 +120,25 @@ absl::Status ReadPlacement(kdt::GroupOptions* options) {
   return absl::OkStatus();
 }
 
+// Which GPU each rank has. Ranks that share one need CUDA MPS, or every step waits for time slices.
+absl::Status ReadDevices(kdt::GroupOptions* options) {
+  const std::string flag = absl::GetFlag(FLAGS_devices);
+  const bool cuda = absl::GetFlag(FLAGS_backend) == "cuda";
+  if (flag.empty()) {
+    for (int i = 0; cuda && i < options->ranks; ++i) options->devices.push_back(i);
+    return absl::OkStatus();
+  }
+  if (!cuda) return absl::InvalidArgumentError("--devices needs --backend=cuda");
+  for (absl::string_view word : absl::StrSplit(flag, ',')) {
+    int device = 0;
+    if (!absl::SimpleAtoi(word, &device) || device < 0 || device > 1023) {
+      return absl::InvalidArgumentError(absl::StrCat("--devices: \"", word, "\" is not the number of a GPU"));
+    }
+    options->devices.push_back(device);
+  }
+  return absl::OkStatus();
+}
+
 // Appends --name=value unless the value is the "not set" one, so that each default is told in one place only.
 template <typename T>
 void PassOn(std::vector<std::string>& args, const char* name, const T& value, const T& unset) {
@@ -132,11 +156,11 @@ int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
       "starts a coordinator and its tensor-parallel workers on this host.\n"
       "kdt-launch --model DIR [--drafter DIR] [--tp N] [--backend cpu|cuda] [--listen HOST:PORT]\n"
-      "kdt-launch --role=workers --socket_dir DIR --model DIR [--tp N] [-- FLAGS OF EVERY WORKER]");
+      "kdt-launch --role=workers --socket_dir DIR --model DIR [--tp N]\n"
+      "Behind a -- stand flags that every worker gets as they are.");
   kdt::ListOwnFlagsInHelp();
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
-  const bool has_worker_flags =
-      rest.size() > 1 && absl::GetFlag(FLAGS_role) == "workers" && rest[1][0] == '-';
+  const bool has_worker_flags = rest.size() > 1 && rest[1][0] == '-';
   if (rest.size() > 1 && !has_worker_flags) {
     return Fail(absl::StrCat("unexpected argument \"", rest[1], "\""));
   }
@@ -161,6 +185,9 @@ int main(int argc, char** argv) {
   }
   if (options.tp < 1 || options.tp > 64) return Fail(absl::StrCat("--tp: ", options.tp, " is not in 1..64"));
   if (const absl::Status status = ReadPlacement(&options); !status.ok()) {
+    return Fail(std::string(status.message()));
+  }
+  if (const absl::Status status = ReadDevices(&options); !status.ok()) {
     return Fail(std::string(status.message()));
   }
   if (options.metrics_port < -1 || options.metrics_port + options.tp > 65535) {

@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <filesystem>
 #include <fstream>
@@ -232,10 +233,57 @@ TEST_CASE("a group whose ranks are spread over launchers, on TCP") {
   }
 }
 
+TEST_CASE("each rank gets its GPU, in turn where there are fewer, and the flags behind the dashes") {
+  Pod pod;
+  // A worker that writes down what it was started with.
+  std::filesystem::copy_file(std::string(KDT_BIN_DIR) + "/kdt-launch", pod.dir + "/kdt-launch");
+  std::ofstream(pod.dir + "/kdt-worker")
+      << "#!/bin/sh\necho \"$@\" >>" << pod.dir << "/started\nexec sleep 100\n";
+  std::filesystem::permissions(pod.dir + "/kdt-worker", std::filesystem::perms::owner_all);
+  const auto started_with = [&](const std::vector<std::string>& flags) {
+    std::filesystem::remove(pod.dir + "/started");
+    ChildProcess::Options process;
+    process.name = "kdt-launch";
+    process.argv = {pod.dir + "/kdt-launch",   "--model=" + pod.dir, "--role=workers", "--tp=3",
+                    "--socket_dir=" + pod.dir, "--drain_timeout_s=0"};
+    process.argv.insert(process.argv.end(), flags.begin(), flags.end());
+    process.stderr_path = pod.dir + "/log";
+    auto launcher = ChildProcess::Start(process);
+    REQUIRE(launcher.ok());
+    std::vector<std::string> lines;
+    for (int i = 0; i < 4000 && lines.size() < 3; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      lines.clear();
+      std::ifstream file(pod.dir + "/started");
+      for (std::string line; std::getline(file, line);) lines.push_back(line + " ");
+    }
+    REQUIRE(lines.size() == 3);
+    std::sort(lines.begin(), lines.end());  // --rank comes first
+    launcher->Signal(SIGTERM);
+    CHECK(launcher->WaitEnded(kStopMs));
+    return lines;
+  };
+  const auto has = [](const std::string& line, const std::string& flag) {
+    return line.find(" " + flag + " ") != std::string::npos;
+  };
+  const auto in_turn = started_with({"--backend=cuda", "--devices=4,2", "--", "--max_tree_nodes=64"});
+  CHECK(has(in_turn[0], "--device=4"));
+  CHECK(has(in_turn[1], "--device=2"));
+  CHECK(has(in_turn[2], "--device=4"));
+  CHECK(has(in_turn[2], "--max_tree_nodes=64"));
+  const auto own = started_with({"--backend=cuda"});
+  CHECK(has(own[0], "--device=0"));
+  CHECK(has(own[2], "--device=2"));
+  const auto cpu = started_with({});
+  CHECK(cpu[0].find("--device") == std::string::npos);
+}
+
 TEST_CASE("contradictory flags are refused") {
   const std::string bin = KDT_BIN_DIR;
   for (const std::vector<std::string>& flags : std::vector<std::vector<std::string>>{
            {"--role=worker"},
+           {"--devices=0"},
+           {"--backend=cuda", "--devices=0,x"},
            {"--role=workers"},
            {"--socket_dir=/tmp"},
            {"--role=workers", "--socket_dir=/tmp", "--worker_listen=127.0.0.1:7000"},
