@@ -82,7 +82,7 @@ nlohmann::json CheckStreams(const std::string& name, const CheckOptions& options
 
 nlohmann::json CheckFullPool(const CheckOptions& options, const Reference& reference) {
   ServedGroupOptions subject = options.subject;
-  subject.flags.push_back(absl::StrCat("--kv_slots=", kSmallPool));
+  subject.flags.insert(subject.flags.begin(), absl::StrCat("--kv_slots=", kSmallPool));
   const auto group = ServedGroup::Start(subject);
   if (!group.ok()) {
     nlohmann::json result = NewResult();
@@ -114,7 +114,7 @@ nlohmann::json CheckFullPool(const CheckOptions& options, const Reference& refer
 
 nlohmann::json CheckLargeBatch(const CheckOptions& options, const Reference& reference) {
   ServedGroupOptions subject = options.subject;
-  subject.flags.push_back("--max_rows=256");
+  subject.flags.insert(subject.flags.begin(), "--max_rows=256");
   const auto group = ServedGroup::Start(subject);
   if (!group.ok()) {
     nlohmann::json result = NewResult();

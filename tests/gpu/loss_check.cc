@@ -53,7 +53,7 @@ nlohmann::json CheckLoss(const CheckOptions& options, const Reference& reference
   const auto requests = PlanRequests(reference.stub(), options.prompts_file, kRequests, kTokens, 5000);
   const auto tree = ParseSpeculation("tree 16");
   ServedGroupOptions subject = options.subject;
-  subject.flags.push_back("--on_loss=restart");
+  subject.flags.insert(subject.flags.begin(), "--on_loss=restart");
   const auto group = ServedGroup::Start(subject);
   if (!requests.ok() || !group.ok()) {
     failures.push_back(requests.ok() ? group.status().ToString() : requests.status().ToString());
