@@ -77,6 +77,10 @@ class CpuBackend final : public Backend {
   absl::Status VerifyAttention(const VerifyAttentionArgs& args) override {
     return Do(cpu::VerifyAttention, args);
   }
+  absl::Status VerifyAttentionReference(const VerifyAttentionArgs& args) override {
+    return Do(cpu::VerifyAttention, args);
+  }
+  absl::Status Compare(const CompareArgs& args) override { return Do(cpu::Compare, args); }
   absl::Status DraftAttention(const DraftAttentionArgs& args) override {
     return Do(cpu::DraftAttention, args);
   }

@@ -17,6 +17,7 @@ void AbsorbValue(Context& context, const AbsorbValueArgs& args);
 void KvWrite(Context& context, const KvWriteArgs& args);
 void KvMove(Context& context, const KvMoveArgs& args);
 void VerifyAttention(Context& context, const VerifyAttentionArgs& args);
+void Compare(Context& context, const CompareArgs& args);
 void DraftAttention(Context& context, const DraftAttentionArgs& args);
 void Router(Context& context, const RouterArgs& args);
 void Moe(Context& context, const MoeArgs& args);

@@ -126,6 +126,10 @@ class CudaBackend final : public Backend {
   absl::Status VerifyAttention(const VerifyAttentionArgs& args) override {
     return Do("verify_attention", cuda::VerifyAttention, args);
   }
+  absl::Status VerifyAttentionReference(const VerifyAttentionArgs& args) override {
+    return Do("verify_attention_reference", cuda::VerifyAttentionReference, args);
+  }
+  absl::Status Compare(const CompareArgs& args) override { return Do("compare", cuda::Compare, args); }
   absl::Status DraftAttention(const DraftAttentionArgs& args) override {
     return Do("draft_attention", cuda::DraftAttention, args);
   }

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "kdt/kernels/compare.h"
 #include "kdt/kernels/draft_attention.h"
 #include "kdt/kernels/embedding.h"
 #include "kdt/kernels/gemm.h"
@@ -42,6 +43,8 @@ cudaError_t AbsorbValue(const Launch& launch, const kernels::AbsorbValueArgs& ar
 cudaError_t KvWrite(const Launch& launch, const kernels::KvWriteArgs& args);
 cudaError_t KvMove(const Launch& launch, const kernels::KvMoveArgs& args);
 cudaError_t VerifyAttention(const Launch& launch, const kernels::VerifyAttentionArgs& args);
+cudaError_t VerifyAttentionReference(const Launch& launch, const kernels::VerifyAttentionArgs& args);
+cudaError_t Compare(const Launch& launch, const kernels::CompareArgs& args);
 cudaError_t DraftAttention(const Launch& launch, const kernels::DraftAttentionArgs& args);
 cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args);
 cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args);

@@ -104,6 +104,13 @@ class OpFilter final : public kernels::Backend {
         },
         [&] { return base_.VerifyAttention(args); });
   }
+  absl::Status VerifyAttentionReference(const kernels::VerifyAttentionArgs& args) override {
+    return Do([&] { return OpFacts{"verify_attention_reference"}; },
+              [&] { return base_.VerifyAttentionReference(args); });
+  }
+  absl::Status Compare(const kernels::CompareArgs& args) override {
+    return Do([&] { return OpFacts{"compare"}; }, [&] { return base_.Compare(args); });
+  }
   absl::Status DraftAttention(const kernels::DraftAttentionArgs& args) override {
     return Do([&] { return OpFacts{"draft_attention"}; }, [&] { return base_.DraftAttention(args); });
   }

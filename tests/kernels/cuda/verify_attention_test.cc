@@ -1,9 +1,8 @@
 // Tree attention against float64, on random and hostile inputs, ragged batches and poisoned memory.
 //
-// Two measures, both against the exact result: the relative error of the whole output, and how many outputs
-// are within one bf16 step of the rounded exact value, the step being that of the row's largest output (an
-// output near zero is a sum whose terms cancel: no kernel with bf16 probabilities has it to its own last
-// digit).
+// Measured against the exact result: the relative error of the whole output, and how many outputs are within
+// one bf16 step of the rounded exact value, with the step of the value itself and with that of the row's
+// largest output (an output near zero is a sum whose terms cancel).
 #include <algorithm>
 #include <limits>
 
@@ -104,7 +103,8 @@ struct Problem {
     return out;
   }
 
-  std::vector<uint16_t> Run() const {
+  // By the fast kernels or by the reference.
+  std::vector<uint16_t> Run(bool reference = false) const {
     const OnGpu<uint16_t> device_q(ToBf16(q)), device_pool(pool);
     const OnGpu<uint8_t> device_causal(causal);
     const OnGpu<int32_t> device_begin(row_begin), device_context(context), device_table(table);
@@ -126,7 +126,7 @@ struct Problem {
     args.table_stride = stride;
     args.ancestor_bits = device_bits.data();
     args.out = MakeTensor(out.data(), DType::kBF16, rows, heads * kLatent);
-    REQUIRE(Gpu()->VerifyAttention(args).ok());
+    REQUIRE((reference ? Gpu()->VerifyAttentionReference(args) : Gpu()->VerifyAttention(args)).ok());
     return out.Get();
   }
 
@@ -140,33 +140,52 @@ struct Problem {
   std::vector<uint64_t> bits;
 };
 
-void CheckAgainstExact(const Problem& problem) {
-  const std::vector<double> exact = problem.Exact();
-  const std::vector<uint16_t> got = problem.Run();
+struct Accuracy {
+  double error;         // ||out - exact|| / ||exact||
+  double near_row;      // share of the outputs within one step of the row
+  double near_own;      // share within one step of the value itself
+  bool padding_intact;  // rows outside every sequence are as they were
+};
+
+Accuracy Measure(const std::vector<double>& exact, const std::vector<uint16_t>& got) {
   double error = 0, norm = 0;
-  size_t near = 0, count = 0;
-  bool padding_untouched = true;
+  size_t near_row = 0, near_own = 0, count = 0;
+  Accuracy result{0, 0, 0, true};
+  const auto step_of = [](double x) { return std::ldexp(1.0, (x != 0 ? std::ilogb(x) : -126) - 7); };
   for (size_t row = 0; row < exact.size(); row += kLatent) {
     double largest = 0;
     for (int64_t c = 0; c < kLatent; ++c) largest = std::max(largest, std::abs(exact[row + c]));
-    const double step = std::ldexp(1.0, (largest > 0 ? std::ilogb(largest) : -126) - 7);
-    for (int64_t c = 0; c < kLatent; ++c) {
-      const size_t i = row + c;
+    for (size_t i = row; i < row + kLatent; ++i) {
       if (std::isnan(exact[i])) {
-        padding_untouched = padding_untouched && got[i] == kNan;
+        result.padding_intact = result.padding_intact && got[i] == kNan;
         continue;
       }
       const double value = Bf16ToFloat(got[i]);
       const double rounded = Bf16ToFloat(FloatToBf16(static_cast<float>(exact[i])));
       error += (value - exact[i]) * (value - exact[i]);
       norm += exact[i] * exact[i];
-      near += std::abs(value - rounded) <= step ? 1 : 0;
+      near_row += std::abs(value - rounded) <= step_of(largest) ? 1 : 0;
+      near_own += std::abs(value - rounded) <= step_of(rounded) ? 1 : 0;
       ++count;
     }
   }
-  CHECK(padding_untouched);
-  CHECK(std::sqrt(error / norm) < 4e-3);  // false for NaN
-  CHECK(static_cast<double>(near) >= 0.999 * static_cast<double>(count));
+  result.error = std::sqrt(error / norm);
+  result.near_row = static_cast<double>(near_row) / static_cast<double>(count);
+  result.near_own = static_cast<double>(near_own) / static_cast<double>(count);
+  return result;
+}
+
+void CheckAgainstExact(const Problem& problem) {
+  const std::vector<double> exact = problem.Exact();
+  const Accuracy fast = Measure(exact, problem.Run());
+  CHECK(fast.padding_intact);
+  CHECK(fast.error < 4e-3);  // false for NaN
+  CHECK(fast.near_row >= 0.999);
+  CHECK(fast.near_own >= 0.85);
+  const Accuracy reference = Measure(exact, problem.Run(true));
+  CHECK(reference.padding_intact);
+  CHECK(reference.error < 2.5e-3);  // rounding to bf16 alone is 1.7e-3
+  CHECK(reference.near_own >= 0.999);
 }
 
 TEST_CASE("cuda: verify_attention on one sequence, for every head count") {
@@ -237,6 +256,63 @@ TEST_CASE("cuda: a row's bits depend on no other row's content") {
   const std::vector<uint16_t> after = problem.Run();
   CHECK(std::equal(after.begin() + 2 * 8 * kLatent, after.begin() + 3 * 8 * kLatent,
                    before.begin() + 2 * 8 * kLatent));
+}
+
+TEST_CASE("cuda: verify_attention_reference at other widths, and what compare says of two results") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(25);
+  struct Shape {
+    int64_t heads, latent, rope;
+  };
+  for (const Shape shape : {Shape{3, 96, 16}, Shape{16, 32, 8}, Shape{9, 1024, 128}}) {
+    const int64_t width = shape.latent + shape.rope, rows = 7, slots = 300;
+    Twin q(rng, rows, shape.heads * width, 0.3f), pool(rng, slots, width);
+    Twin out(rng, rows, shape.heads * shape.latent);
+    const std::vector<int32_t> begin = {0, 2, 2, 6}, context = {200, 17, 5};  // the last row is padding
+    const std::vector<uint8_t> causal = {1, 0, 0};
+    std::vector<int32_t> table(3 * 210);
+    for (int32_t& slot : table) slot = static_cast<int32_t>(rng() % slots);
+    std::vector<uint64_t> bits(rows * kAncestorWords, 0);
+    for (int i = 0; i < 4; ++i) bits[(2 + i) * kAncestorWords] = uint64_t{1} | uint64_t{1} << i;
+    const OnGpu<int32_t> device_begin(begin), device_context(context), device_table(table);
+    const OnGpu<uint8_t> device_causal(causal);
+    const OnGpu<uint64_t> device_bits(bits);
+    REQUIRE(Cpu()
+                .VerifyAttentionReference({q.cpu(), pool.cpu(), shape.heads, shape.latent, shape.rope, 0.1f,
+                                           3, begin.data(), context.data(), causal.data(), table.data(), 210,
+                                           bits.data(), out.cpu()})
+                .ok());
+    REQUIRE(
+        Gpu()
+            ->VerifyAttentionReference({q.gpu(), pool.gpu(), shape.heads, shape.latent, shape.rope, 0.1f, 3,
+                                        device_begin.data(), device_context.data(), device_causal.data(),
+                                        device_table.data(), 210, device_bits.data(), out.gpu()})
+            .ok());
+    // The CPU's result, rounded, as the reference of both comparisons; a few values moved by hand.
+    std::vector<float> moved = out.host;
+    moved[0] = Bf16ToFloat(static_cast<uint16_t>(FloatToBf16(moved[0]) + 1));
+    moved[1] = Bf16ToFloat(static_cast<uint16_t>(FloatToBf16(moved[1]) + 3));
+    moved[2] = std::nanf("");
+    moved[6 * shape.heads * shape.latent] = 1e9f;  // padding
+    Twin exact(out.host, rows, shape.heads * shape.latent), other(moved, rows, shape.heads * shape.latent);
+    const OnGpu<CompareStats> device_stats(std::vector<CompareStats>(2, CompareStats{}));
+    const int32_t used = 6;
+    CompareStats cpu{};
+    REQUIRE(Gpu()->Compare({out.gpu(), exact.gpu(), device_begin.data() + 3, device_stats.data()}).ok());
+    REQUIRE(
+        Gpu()->Compare({other.gpu(), exact.gpu(), device_begin.data() + 3, device_stats.data() + 1}).ok());
+    REQUIRE(Cpu().Compare({other.cpu_bf16(), exact.cpu_bf16(), &used, &cpu}).ok());
+    const std::vector<CompareStats> stats = device_stats.Get();
+    CHECK(stats[0].values == static_cast<uint64_t>(6 * shape.heads * shape.latent));
+    CHECK(stats[0].beyond_one <= stats[0].values / 1000);
+    CHECK(stats[0].beyond_one_of_row == 0);
+    CHECK(stats[1].values == cpu.values);
+    CHECK(stats[1].beyond_one == 2);
+    CHECK(cpu.beyond_one == 2);
+    CHECK(stats[1].beyond_one_of_row == cpu.beyond_one_of_row);
+    CHECK(std::isinf(stats[1].largest));
+    CHECK(std::isinf(cpu.largest_of_row));
+  }
 }
 
 }  // namespace

@@ -17,6 +17,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kdt/kernels/compare.h"
 #include "kdt/kernels/draft_attention.h"
 #include "kdt/kernels/embedding.h"
 #include "kdt/kernels/gemm.h"
@@ -116,6 +117,8 @@ class Backend {
   virtual absl::Status KvWrite(const KvWriteArgs& args) = 0;
   virtual absl::Status KvMove(const KvMoveArgs& args) = 0;
   virtual absl::Status VerifyAttention(const VerifyAttentionArgs& args) = 0;
+  virtual absl::Status VerifyAttentionReference(const VerifyAttentionArgs& args) = 0;
+  virtual absl::Status Compare(const CompareArgs& args) = 0;
   virtual absl::Status DraftAttention(const DraftAttentionArgs& args) = 0;
   virtual absl::Status Router(const RouterArgs& args) = 0;
   virtual absl::Status Moe(const MoeArgs& args) = 0;

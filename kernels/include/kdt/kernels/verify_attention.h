@@ -8,7 +8,12 @@
 //   out[r, h] = sum_k softmax_k(scale * q[r, h] . key_k) key_k[0:latent]
 // A row's keys are summed in position order (prefix, then its own rows by rising j), in blocks counted over the keys it
 // sees, so on the CPU a tree row gives the bits that plain decoding at its position gives.
-// Rows outside every sequence's range are padding: they are left as they are.
+// Rows outside every sequence's range are padding: they are left as they are. A sequence may have no rows (row_begin does not
+// rise): a captured step names as many sequences as it may ever have.
+//
+// Backend::VerifyAttentionReference takes the same arguments and gives the same result by the plainest means, in float32 and
+// slowly: what validate mode compares with. On CUDA: latent up to 1024, rope up to 128, both even, bf16. On the CPU it is the
+// ordinary op, which is exact enough to be its own reference.
 #pragma once
 
 #include "kdt/kernels/tensor.h"
