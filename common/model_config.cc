@@ -222,18 +222,23 @@ absl::StatusOr<ModelConfig> ModelConfig::Parse(const std::string& config_json,
   return Read(std::move(config), std::move(generation));
 }
 
-absl::Status ModelConfig::CheckTensorParallel(int64_t tp) const {
+absl::Status ModelConfig::CheckTensorParallel(int64_t tp, bool whole_experts) const {
   if (tp != 1 && tp != 2 && tp != 4 && tp != 8) {
     return absl::InvalidArgumentError(absl::StrCat("tp must be 1, 2, 4 or 8, is ", tp));
   }
-  const struct {
+  struct Field {
     const char* name;
     int64_t value, unit;
-  } split[] = {{"num_attention_heads", num_attention_heads, 1},
-               {"vocab_size", vocab_size, 1},
-               {"intermediate_size", intermediate_size, 1},
-               // A rank's slice of an expert's input must hold whole INT4 groups.
-               {"moe_intermediate_size", moe_intermediate_size, std::max<int64_t>(int4_group_size, 1)}};
+  };
+  const Field split[] = {{"num_attention_heads", num_attention_heads, 1},
+                         {"vocab_size", vocab_size, 1},
+                         {"intermediate_size", intermediate_size, 1},
+                         whole_experts ? Field{"n_routed_experts", n_routed_experts, 1}
+                                       // A rank's slice of an expert's input must hold whole INT4 groups.
+                                       : Field{"moe_intermediate_size", moe_intermediate_size,
+                                               std::max<int64_t>(int4_group_size, 1)},
+                         // Shared experts are cut by their width in either case.
+                         {"moe_intermediate_size", n_shared_experts * moe_intermediate_size, 1}};
   for (const auto& field : split) {
     if (field.value % (tp * field.unit) == 0) continue;
     return absl::InvalidArgumentError(

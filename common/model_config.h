@@ -68,8 +68,8 @@ struct ModelConfig {
                                            const std::string& generation_json);
 
   // INVALID_ARGUMENT naming the field that `tp` ranks cannot split evenly (heads, intermediate sizes,
-  // vocabulary).
-  absl::Status CheckTensorParallel(int64_t tp) const;
+  // vocabulary; the number of routed experts instead of their width when they are `whole_experts`).
+  absl::Status CheckTensorParallel(int64_t tp, bool whole_experts = false) const;
 };
 
 }  // namespace kdt

@@ -44,6 +44,8 @@ ABSL_FLAG(int64_t, max_rows, 1024, "most rows a step");
 ABSL_FLAG(int64_t, max_context, 0, "longest sequence; 0: the model's limit");
 ABSL_FLAG(int64_t, max_sequences, 256, "most sequences alive at once");
 ABSL_FLAG(int64_t, max_tree_nodes, 256, "most nodes a tree, root included");
+ABSL_FLAG(std::string, moe, "tensor",
+          "routed experts: tensor (each rank has a slice of every expert) or expert (whole experts)");
 ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
 ABSL_FLAG(bool, die_with_parent, false, "end when the process that started this one ends");
 
@@ -95,6 +97,11 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
         check("metrics_port", absl::GetFlag(FLAGS_metrics_port), -1, 65535)}) {
     if (!status.ok()) return status;
   }
+  const std::string moe = absl::GetFlag(FLAGS_moe);
+  if (moe != "tensor" && moe != "expert") {
+    return absl::InvalidArgumentError(absl::StrCat("--moe: \"", moe, "\" is neither tensor nor expert"));
+  }
+  options.moe_sharding = moe == "expert" ? MoeSharding::kExpert : MoeSharding::kTensor;
   const std::string kv_dtype = absl::GetFlag(FLAGS_kv_dtype);
   if (kv_dtype != "f32" && kv_dtype != "bf16") {
     return absl::InvalidArgumentError(absl::StrCat("--kv_dtype: \"", kv_dtype, "\" is neither f32 nor bf16"));

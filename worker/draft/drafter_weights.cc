@@ -42,10 +42,10 @@ absl::StatusOr<DrafterLayerWeights> LoadLayer(const DrafterConfig& config, const
 
 }  // namespace
 
-absl::StatusOr<DrafterWeights> LoadDrafterWeights(const DrafterConfig& config, const Checkpoint& checkpoint,
+absl::StatusOr<DrafterWeights> LoadDrafterWeights(const DrafterConfig& config, const WeightSource& source,
                                                   WeightLoader& loader) {
-  loader.SetCheckpoint(&checkpoint);
-  const std::string prefix = checkpoint.Contains("model.fc.weight") ? "model." : "";
+  loader.SetSource(&source);
+  const std::string prefix = source.Contains("model.fc.weight") ? "model." : "";
   const int64_t hidden = config.hidden_size;
   const int64_t features = static_cast<int64_t>(config.target_layer_ids.size());
   DrafterWeights weights;
@@ -65,12 +65,8 @@ absl::StatusOr<DrafterWeights> LoadDrafterWeights(const DrafterConfig& config, c
     weights.layers.push_back(layer);
   }
   const size_t expected = kTensorsBesides + kTensorsALayer * weights.layers.size();
-  if (checkpoint.tensor_count() != expected) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        checkpoint.folder(), ": the drafter's checkpoint holds ", checkpoint.tensor_count(),
-        " tensors where ", expected,
-        " are known; a drafter with more parts (such as a mask embedding of its own) is not supported"));
-  }
+  KDT_RETURN_IF_ERROR(source.CheckTensorCount(
+      expected, "a drafter with more parts (such as a mask embedding of its own) is not supported"));
   weights.buffers = loader.TakeBuffers();
   return weights;
 }

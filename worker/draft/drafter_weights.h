@@ -38,9 +38,9 @@ struct DrafterWeights {
   std::vector<kernels::Buffer> buffers;  // what the pointers above point into
 };
 
-// Reads (or, with a planning loader, checks) everything. Errors name the tensor. A checkpoint that holds
+// Notes (or, with a planning loader, checks) everything. Errors name the tensor. A checkpoint that holds
 // other tensors than these is another kind of drafter and refused.
-absl::StatusOr<DrafterWeights> LoadDrafterWeights(const DrafterConfig& config, const Checkpoint& checkpoint,
+absl::StatusOr<DrafterWeights> LoadDrafterWeights(const DrafterConfig& config, const WeightSource& source,
                                                   WeightLoader& loader);
 
 }  // namespace kdt

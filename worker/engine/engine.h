@@ -13,6 +13,7 @@
 #include "worker/collective/collective.h"
 #include "worker/engine/observer.h"
 #include "worker/model/load_progress.h"
+#include "worker/model/shard.h"
 
 namespace kdt {
 
@@ -27,10 +28,13 @@ struct EngineOptions {
   int64_t kv_bytes = int64_t{1} << 30;  // memory for target and drafter pools
   int64_t max_rows = 1024;              // rows a step
   int64_t max_sequences = 256;
-  int64_t max_context = 0;             // 0: the model's
-  int64_t max_tree_nodes = 256;        // root included
-  int64_t draft_window = 0;            // context positions a draft block sees, counted from its end; 0: all
-  float draft_rope_factor = 0;         // factor on cos and sin in the drafter; 0: what its config says
+  int64_t max_context = 0;       // 0: the model's
+  int64_t max_tree_nodes = 256;  // root included
+  int64_t draft_window = 0;      // context positions a draft block sees, counted from its end; 0: all
+  float draft_rope_factor = 0;   // factor on cos and sin in the drafter; 0: what its config says
+  MoeSharding moe_sharding = MoeSharding::kTensor;
+  // The folders need to hold nothing but config.json: weights and KV rows are random. For benchmarks.
+  bool random_weights = false;
   EngineObserver* observer = nullptr;  // for tests; outlives the engine
 };
 
@@ -49,6 +53,10 @@ class Engine {
   // the step failed as a whole (a bad request, a dead collective, a device fault) and the epoch is over. On
   // rank 0 `response.results` is filled; digest, timings and pool always.
   virtual absl::Status Step(const v1::StepRequest& request, v1::StepResponse* response) = 0;
+
+  // A sequence of `context` tokens whose KV rows are whatever lies in the pool, drawn at temperature 1. For
+  // benchmarks: FAILED_PRECONDITION without random_weights.
+  virtual absl::Status AssumeSequence(uint64_t id, int64_t context) = 0;
 
   // Identity and sizes: every field of DescribeResponse the engine knows.
   virtual void Describe(v1::DescribeResponse* response) const = 0;

@@ -1,13 +1,15 @@
 // Loading: configs, weights, and the memory of everything a step uses.
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "common/safetensors.h"
 #include "common/status.h"
 #include "kdt/v1/worker.pb.h"
 #include "worker/engine/engine_impl.h"
+#include "worker/model/random_source.h"
+#include "worker/model/weight_source.h"
 
 namespace kdt {
 namespace {
@@ -19,6 +21,12 @@ constexpr float kMaxRopeFactor = 16;
 absl::Status CheckRange(const char* name, int64_t value, int64_t min, int64_t max) {
   if (value >= min && value <= max) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(name, " is ", value, ", must be ", min, " .. ", max));
+}
+
+absl::StatusOr<std::unique_ptr<WeightSource>> OpenSource(const EngineOptions& options,
+                                                         const std::string& folder) {
+  if (options.random_weights) return MakeRandomSource();
+  return OpenCheckpointSource(folder);
 }
 
 }  // namespace
@@ -56,14 +64,15 @@ absl::Status EngineImpl::CheckOptions() {
 
 absl::Status EngineImpl::LoadWeights(const LoadProgress& progress) {
   KDT_ASSIGN_OR_RETURN(config_, ModelConfig::Load(options_.model_dir));
-  KDT_RETURN_IF_ERROR(config_.CheckTensorParallel(options_.tp));
+  KDT_RETURN_IF_ERROR(
+      config_.CheckTensorParallel(options_.tp, options_.moe_sharding == MoeSharding::kExpert));
   if (options_.max_context == 0) options_.max_context = config_.max_position_embeddings;
   KDT_RETURN_IF_ERROR(CheckRange("max_context", options_.max_context, 1, config_.max_position_embeddings));
-  KDT_ASSIGN_OR_RETURN(const Checkpoint target, Checkpoint::Open(options_.model_dir));
-  checkpoint_digest_ = target.Digest();
+  KDT_ASSIGN_OR_RETURN(const std::unique_ptr<WeightSource> target, OpenSource(options_, options_.model_dir));
+  checkpoint_digest_ = target->Digest();
 
   const bool drafts = !options_.drafter_dir.empty();
-  absl::StatusOr<Checkpoint> drafter = absl::NotFoundError("no drafter");
+  std::unique_ptr<WeightSource> drafter;
   if (drafts) {
     KDT_ASSIGN_OR_RETURN(drafter_config_, DrafterConfig::Load(options_.drafter_dir));
     KDT_RETURN_IF_ERROR(CheckFits(drafter_config_, config_));
@@ -73,8 +82,7 @@ absl::Status EngineImpl::LoadWeights(const LoadProgress& progress) {
                                                      drafter_config_.hidden_size, " cannot be split over ",
                                                      options_.tp, " ranks"));
     }
-    drafter = Checkpoint::Open(options_.drafter_dir);
-    KDT_RETURN_IF_ERROR(drafter.status());
+    KDT_ASSIGN_OR_RETURN(drafter, OpenSource(options_, options_.drafter_dir));
     checkpoint_digest_ = absl::StrCat(checkpoint_digest_, "+", drafter->Digest());
   }
 
@@ -82,11 +90,12 @@ absl::Status EngineImpl::LoadWeights(const LoadProgress& progress) {
   uint64_t total = 0;
   for (const auto mode : {WeightLoader::Mode::kPlan, WeightLoader::Mode::kCopy}) {
     WeightLoader loader(mode, backend_, shard_, progress, total);
-    loader.SetCheckpoint(&target);
-    KDT_ASSIGN_OR_RETURN(weights_, LoadTargetWeights(config_, loader));
+    loader.SetSource(target.get());
+    KDT_ASSIGN_OR_RETURN(weights_, LoadTargetWeights(config_, options_.moe_sharding, loader));
     if (drafts) {
       KDT_ASSIGN_OR_RETURN(drafter_weights_, LoadDrafterWeights(drafter_config_, *drafter, loader));
     }
+    KDT_RETURN_IF_ERROR(loader.Finish());
     total = loader.bytes();
   }
   return absl::OkStatus();
@@ -139,17 +148,40 @@ absl::Status EngineImpl::CreateParts() {
   move_from_ = move_block_.Reserve<int32_t>(limits_.max_rows);
   move_to_ = move_block_.Reserve<int32_t>(limits_.max_rows);
   KDT_RETURN_IF_ERROR(move_block_.Allocate(*backend_));
+  if (options_.random_weights) {
+    KDT_RETURN_IF_ERROR(FillRandom(*backend_, options_.kv_dtype, kv_.buffer()));
+  }
   if (!drafts) return absl::OkStatus();
 
   KDT_ASSIGN_OR_RETURN(drafter_kv_,
                        KvStorage::Create(*backend_, drafter_config_.num_hidden_layers, kv_slots_,
                                          Drafter::KvWidth(drafter_config_, shard_), options_.kv_dtype));
+  if (options_.random_weights) {
+    KDT_RETURN_IF_ERROR(FillRandom(*backend_, options_.kv_dtype, drafter_kv_.buffer()));
+  }
   KDT_ASSIGN_OR_RETURN(
       drafter_, Drafter::Create(backend_, &drafter_config_, &drafter_weights_, forward_.get(), &drafter_kv_,
                                 shard_, options_.max_rows, options_.draft_rope_factor));
   KDT_ASSIGN_OR_RETURN(
       draft_step_, DraftStep::Create(backend_, drafter_.get(), shard_, config_.vocab_size, options_.max_rows,
                                      longest_table, options_.draft_window, options_.observer));
+  return absl::OkStatus();
+}
+
+absl::Status EngineImpl::AssumeSequence(uint64_t id, int64_t context) {
+  if (!options_.random_weights) {
+    return absl::FailedPreconditionError("only an engine with random weights assumes a context");
+  }
+  KDT_RETURN_IF_ERROR(pool_->CreateSequence(id, context + limits_.max_rows));
+  KDT_RETURN_IF_ERROR(pool_->BeginRows(id, context));
+  std::vector<int32_t> tokens(context);
+  std::iota(tokens.begin(), tokens.end(), 0);
+  std::vector<SlotMove> moves;
+  KDT_RETURN_IF_ERROR(pool_->Commit(id, tokens, &moves));
+  std::fill(tokens.begin(), tokens.end(), 0);
+  SequenceSampling sampling({}, shard_.Begin(config_.vocab_size), shard_.Count(config_.vocab_size));
+  sampling.Append(tokens);
+  sampling_.try_emplace(id, std::move(sampling));
   return absl::OkStatus();
 }
 

@@ -25,6 +25,7 @@ class KvStorage {
     return storage;
   }
 
+  const kernels::Buffer& buffer() const { return buffer_; }
   int64_t layers() const { return layers_; }
   int64_t layer_stride() const { return rows_ * width_; }                    // elements
   int64_t SlotBytes() const { return width_ * kernels::DTypeSize(dtype_); }  // of one slot in one layer

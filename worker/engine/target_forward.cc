@@ -35,7 +35,7 @@ absl::StatusOr<std::unique_ptr<TargetForward>> TargetForward::Create(kernels::Ba
   // On a GPU the choice stays on the device: reading it back would stall every layer.
   forward->count_experts_ = backend->name() == "cpu";
   for (const TargetLayerWeights& layer : weights->layers) {
-    if (layer.experts.experts > 0) forward->expert_load_.AddLayer(&layer, layer.experts.experts);
+    if (layer.experts.experts > 0) forward->expert_load_.AddLayer(&layer, config->n_routed_experts);
   }
 
   int64_t inner = 0;

@@ -14,4 +14,8 @@ struct Shard {
   int64_t Begin(int64_t n) const { return n / size * rank; }
 };
 
+// How a MoE layer's routed experts are spread over the ranks: a slice of every expert's inner width each, or
+// whole experts each.
+enum class MoeSharding : uint8_t { kTensor, kExpert };
+
 }  // namespace kdt

@@ -46,8 +46,8 @@ absl::Status LoadAttention(const ModelConfig& config, const std::string& prefix,
   return absl::OkStatus();
 }
 
-absl::Status LoadMoe(const ModelConfig& config, const std::string& prefix, WeightLoader& loader,
-                     TargetLayerWeights* layer) {
+absl::Status LoadMoe(const ModelConfig& config, MoeSharding sharding, const std::string& prefix,
+                     WeightLoader& loader, TargetLayerWeights* layer) {
   const int64_t hidden = config.hidden_size;
   KDT_ASSIGN_OR_RETURN(layer->router,
                        loader.Matrix({prefix + "gate.weight", config.n_routed_experts, hidden}));
@@ -58,13 +58,14 @@ absl::Status LoadMoe(const ModelConfig& config, const std::string& prefix, Weigh
                                 config.n_shared_experts * config.moe_intermediate_size, loader, layer));
   }
   KDT_ASSIGN_OR_RETURN(layer->experts, loader.Experts(prefix + "experts.", config.n_routed_experts, hidden,
-                                                      config.moe_intermediate_size));
+                                                      config.moe_intermediate_size, sharding));
   return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::StatusOr<TargetWeights> LoadTargetWeights(const ModelConfig& config, WeightLoader& loader) {
+absl::StatusOr<TargetWeights> LoadTargetWeights(const ModelConfig& config, MoeSharding sharding,
+                                                WeightLoader& loader) {
   const int64_t hidden = config.hidden_size;
   const std::string model = config.tensor_prefix + "model.";
   TargetWeights weights;
@@ -79,7 +80,7 @@ absl::StatusOr<TargetWeights> LoadTargetWeights(const ModelConfig& config, Weigh
     KDT_RETURN_IF_ERROR(LoadAttention(config, prefix + "self_attn.", loader, &layer));
     KDT_ASSIGN_OR_RETURN(layer.post_norm, loader.Vector(prefix + "post_attention_layernorm.weight", hidden));
     if (config.IsMoeLayer(l)) {
-      KDT_RETURN_IF_ERROR(LoadMoe(config, prefix + "mlp.", loader, &layer));
+      KDT_RETURN_IF_ERROR(LoadMoe(config, sharding, prefix + "mlp.", loader, &layer));
     } else {
       KDT_RETURN_IF_ERROR(LoadMlp(prefix + "mlp.", hidden, config.intermediate_size, loader, &layer));
     }

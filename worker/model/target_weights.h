@@ -1,7 +1,8 @@
 // One rank's weights of the target model, in the shapes the forward works with.
 //
 // Cut among the ranks: attention heads (q_b, kv_b, o), inner widths (dense MLP, shared experts, routed
-// experts) and the vocabulary (embedding, lm_head). On every rank: q_a and kv_a, norms, router. Products
+// experts unless those are whole on their ranks) and the vocabulary (embedding, lm_head). On every rank: q_a
+// and kv_a, norms, router. Products
 // whose inputs are cut (o, down) are partial sums; the sum over ranks completes them.
 #pragma once
 
@@ -46,7 +47,9 @@ struct TargetWeights {
   std::vector<kernels::Buffer> buffers;  // what the pointers above point into
 };
 
-// Reads (or, with a planning loader, checks) everything. Errors name the tensor.
-absl::StatusOr<TargetWeights> LoadTargetWeights(const ModelConfig& config, WeightLoader& loader);
+// Notes (or, with a planning loader, checks) everything; the loader's Finish copies it. Errors name the
+// tensor.
+absl::StatusOr<TargetWeights> LoadTargetWeights(const ModelConfig& config, MoeSharding sharding,
+                                                WeightLoader& loader);
 
 }  // namespace kdt

@@ -1,9 +1,10 @@
-// Copies one rank's slices of a mapped checkpoint into a backend's memory. Pages of the files are dropped as
-// soon as they have been copied, so that the process holds the weights once.
+// Copies one rank's slices of a checkpoint into a backend's memory. Pages of the files are dropped as soon as
+// they have been copied, so that the process holds the weights once.
 //
 // The same loading code runs twice. A planning loader checks that every tensor is there with the right dtype
-// and shape and adds up the bytes, copying nothing (data pointers stay null); a second one copies. So a
-// broken checkpoint is refused before the first byte is copied, and progress knows its total.
+// and shape and adds up the bytes, copying nothing (data pointers stay null). A second one takes memory and
+// notes what goes where; its Finish then copies everything with several threads. So a broken checkpoint is
+// refused before the first byte is copied, and progress knows its total.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +14,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/safetensors.h"
 #include "kdt/kernels/backend.h"
 #include "worker/model/load_progress.h"
+#include "worker/model/parallel_copy.h"
 #include "worker/model/shard.h"
+#include "worker/model/weight_source.h"
 
 namespace kdt {
 
@@ -38,7 +40,8 @@ class WeightLoader {
   WeightLoader(Mode mode, kernels::Backend* backend, Shard shard, LoadProgress progress, uint64_t total_bytes)
       : mode_(mode), backend_(backend), shard_(shard), progress_(std::move(progress)), total_(total_bytes) {}
 
-  void SetCheckpoint(const Checkpoint* checkpoint) { checkpoint_ = checkpoint; }
+  // Lives until Finish.
+  void SetSource(const WeightSource* source) { source_ = source; }
   Shard shard() const { return shard_; }
 
   // The parts' slices below each other; all have the same width after slicing.
@@ -53,34 +56,43 @@ class WeightLoader {
   absl::StatusOr<const float*> FloatVector(const std::string& name, int64_t n);
   // Values computed here.
   absl::StatusOr<const float*> Constants(std::span<const float> values);
-  // `prefix`E.{gate,up,down}_proj.weight_{packed,scale,shape}: each expert's inner width is cut among the
-  // ranks.
+  // `prefix`E.{gate,up,down}_proj.weight_{packed,scale,shape}. kTensor: each expert's inner width is cut
+  // among the ranks; kExpert: this rank's experts, whole.
   absl::StatusOr<kernels::Int4Experts> Experts(const std::string& prefix, int64_t experts, int64_t hidden,
-                                               int64_t inner);
+                                               int64_t inner, MoeSharding sharding);
 
-  uint64_t bytes() const { return bytes_; }  // planned or copied so far
+  // Copies what the calls above noted; until then the memory they gave is zero. A planning loader does
+  // nothing.
+  absl::Status Finish();
+
+  uint64_t bytes() const { return bytes_; }  // planned or noted so far
   std::vector<kernels::Buffer> TakeBuffers() { return std::move(buffers_); }
 
  private:
   absl::StatusOr<char*> Allocate(uint64_t bytes);
-  // Copies rows [row_begin, row_begin + rows), bytes [byte_begin, byte_begin + row_bytes) of each, of a
-  // tensor whose rows have `source_row_bytes`, to `to` without gaps. Counts bytes in either mode.
-  absl::Status Copy(const TensorView& tensor, int64_t row_begin, int64_t rows, int64_t source_row_bytes,
-                    int64_t byte_begin, int64_t row_bytes, char* to);
+  // Notes rows [row_begin, row_begin + rows), bytes [byte_begin, byte_begin + row_bytes) of each, of a tensor
+  // whose rows have `source_row_bytes`, to be copied to `to` without gaps. Counts bytes in either mode.
+  void Copy(const TensorView& tensor, int64_t row_begin, int64_t rows, int64_t source_row_bytes,
+            int64_t byte_begin, int64_t row_bytes, char* to);
   absl::Status CopyPart(const Part& part, char* to);
   // One packed tensor of an expert with its scales.
   absl::Status CopyInt4(const std::string& name, int64_t out, int64_t in, Split split, char* packed,
                         char* scale);
-  void Count(uint64_t bytes);
 
   Mode mode_;
   kernels::Backend* backend_;
   Shard shard_;
   LoadProgress progress_;
   uint64_t total_;
-  const Checkpoint* checkpoint_ = nullptr;
+  const WeightSource* source_ = nullptr;
   uint64_t bytes_ = 0;
-  std::vector<char> staging_;
+  uint64_t constant_bytes_ = 0;  // of these, copied at once
+  struct Noted {
+    const WeightSource* source;
+    TensorView tensor;
+  };
+  std::vector<Noted> noted_;  // by a piece's tag
+  ParallelCopy copy_;
   std::vector<kernels::Buffer> buffers_;
 };
 

@@ -49,9 +49,12 @@ void CheckHidden(const std::vector<float>& ours, std::span<const float> referenc
 TEST_CASE("the target gives the reference's values") {
   const Goldens goldens = LoadGoldens("target");
   const int tp = GENERATE(1, 2, 4, 8);
-  CAPTURE(tp);
+  const bool whole_experts = GENERATE(false, true);
+  CAPTURE(tp, whole_experts);
   Recorder recorder;
-  auto group = EngineGroup::Start(GoldenOptions(false), tp, &recorder);
+  EngineOptions options = GoldenOptions(false);
+  if (whole_experts) options.moe_sharding = MoeSharding::kExpert;
+  auto group = EngineGroup::Start(options, tp, &recorder);
   REQUIRE(group.ok());
   for (size_t p = 0; p < goldens.json["prompts"].size(); ++p) {
     CAPTURE(p);

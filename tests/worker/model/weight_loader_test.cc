@@ -25,6 +25,7 @@ Checkpoint OpenGolden() {
 
 TEST_CASE("row and column slices of all ranks make the whole") {
   const Checkpoint checkpoint = OpenGolden();
+  const auto weights = *OpenCheckpointSource(checkpoint.folder());
   const auto backend = *kernels::MakeCpuBackend(1);
   const std::string name = kLayer + "self_attn.o_proj.weight";  // [128, 256]
   const auto whole = checkpoint.Find(name)->As<uint16_t>();
@@ -33,9 +34,10 @@ TEST_CASE("row and column slices of all ranks make the whole") {
   for (const Split split : {Split::kNone, Split::kRows, Split::kColumns}) {
     for (int rank = 0; rank < ranks; ++rank) {
       WeightLoader loader(Mode::kCopy, backend.get(), {rank, ranks}, nullptr, 0);
-      loader.SetCheckpoint(&checkpoint);
+      loader.SetSource(weights.get());
       const auto slice = loader.Matrix({name, 128, 256, split});
       REQUIRE(slice.ok());
+      REQUIRE(loader.Finish().ok());
       const int64_t row0 = split == Split::kRows ? rank * 128 / ranks : 0;
       const int64_t column0 = split == Split::kColumns ? rank * 256 / ranks : 0;
       CHECK(slice->rows == (split == Split::kRows ? 128 / ranks : 128));
@@ -54,6 +56,7 @@ TEST_CASE("row and column slices of all ranks make the whole") {
 
 TEST_CASE("an expert's slices hold the same INT4 values and scales") {
   const Checkpoint checkpoint = OpenGolden();
+  const auto weights = *OpenCheckpointSource(checkpoint.folder());
   const auto backend = *kernels::MakeCpuBackend(1);
   constexpr int64_t kExperts = 8, kHidden = 128, kInner = 256, kExpert = 5;
   const int ranks = GENERATE(1, 8);
@@ -67,9 +70,10 @@ TEST_CASE("an expert's slices hold the same INT4 values and scales") {
   };
   for (int rank = 0; rank < ranks; rank += 3) {
     WeightLoader loader(Mode::kCopy, backend.get(), {rank, ranks}, nullptr, 0);
-    loader.SetCheckpoint(&checkpoint);
-    const auto experts = loader.Experts(prefix, kExperts, kHidden, kInner);
+    loader.SetSource(weights.get());
+    const auto experts = loader.Experts(prefix, kExperts, kHidden, kInner, MoeSharding::kTensor);
     REQUIRE(experts.ok());
+    REQUIRE(loader.Finish().ok());
     REQUIRE(experts->inner == local);
     const auto* gate_up =
         reinterpret_cast<const int32_t*>(experts->gate_up) + kExpert * 2 * local * (kHidden / 8);
@@ -94,15 +98,16 @@ TEST_CASE("an expert's slices hold the same INT4 values and scales") {
 
 TEST_CASE("a planning loader counts what a copying one copies, and names what is wrong") {
   const Checkpoint checkpoint = OpenGolden();
+  const auto weights = *OpenCheckpointSource(checkpoint.folder());
   const auto backend = *kernels::MakeCpuBackend(1);
   WeightLoader plan(Mode::kPlan, backend.get(), {1, 2}, nullptr, 0);
-  plan.SetCheckpoint(&checkpoint);
-  const auto experts = plan.Experts(kLayer + "mlp.experts.", 8, 128, 256);
+  plan.SetSource(weights.get());
+  const auto experts = plan.Experts(kLayer + "mlp.experts.", 8, 128, 256, MoeSharding::kTensor);
   REQUIRE(experts.ok());
   CHECK(experts->gate_up == nullptr);
   WeightLoader copy(Mode::kCopy, backend.get(), {1, 2}, nullptr, plan.bytes());
-  copy.SetCheckpoint(&checkpoint);
-  REQUIRE(copy.Experts(kLayer + "mlp.experts.", 8, 128, 256).ok());
+  copy.SetSource(weights.get());
+  REQUIRE(copy.Experts(kLayer + "mlp.experts.", 8, 128, 256, MoeSharding::kTensor).ok());
   CHECK(copy.bytes() == plan.bytes());
 
   const auto named = [](const absl::Status& status, const std::string& text) {
@@ -110,8 +115,10 @@ TEST_CASE("a planning loader counts what a copying one copies, and names what is
   };
   CHECK(named(plan.Vector("no.such.tensor", 4).status(), "no.such.tensor"));
   CHECK(named(plan.Vector(kLayer + "input_layernorm.weight", 127).status(), "input_layernorm"));
-  CHECK(named(plan.Experts(kLayer + "mlp.experts.", 9, 128, 256).status(), "experts.8."));
-  CHECK(named(plan.Experts(kLayer + "mlp.experts.", 8, 128, 512).status(), "weight_shape"));
+  CHECK(
+      named(plan.Experts(kLayer + "mlp.experts.", 9, 128, 256, MoeSharding::kTensor).status(), "experts.8."));
+  CHECK(named(plan.Experts(kLayer + "mlp.experts.", 8, 128, 512, MoeSharding::kTensor).status(),
+              "weight_shape"));
 }
 
 }  // namespace kdt
