@@ -46,6 +46,10 @@ ABSL_FLAG(int64_t, max_sequences, 256, "most sequences alive at once");
 ABSL_FLAG(int64_t, max_tree_nodes, 256, "most nodes a tree, root included");
 ABSL_FLAG(std::string, moe, "tensor",
           "routed experts: tensor (each rank has a slice of every expert) or expert (whole experts)");
+ABSL_FLAG(std::string, attention, "fast",
+          "fast; reference: the slow and plain kernel; validate: fast, and compared with the reference on a "
+          "sample of steps");
+ABSL_FLAG(int64_t, validate_every, 64, "with --attention=validate: compare every so many steps");
 ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
 ABSL_FLAG(bool, die_with_parent, false, "end when the process that started this one ends");
 
@@ -79,6 +83,16 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
   options.max_tree_nodes = absl::GetFlag(FLAGS_max_tree_nodes);
   options.draft_window = absl::GetFlag(FLAGS_draft_window);
   options.draft_rope_factor = static_cast<float>(absl::GetFlag(FLAGS_draft_rope_factor));
+  const std::string attention = absl::GetFlag(FLAGS_attention);
+  if (attention == "reference") {
+    options.attention = AttentionMode::kReference;
+  } else if (attention == "validate") {
+    options.attention = AttentionMode::kValidate;
+  } else if (attention != "fast") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--attention: \"", attention, "\" is none of fast, reference and validate"));
+  }
+  options.validate_every = absl::GetFlag(FLAGS_validate_every);
   const auto check = [](absl::string_view flag, int64_t value, int64_t least, int64_t most) {
     if (value >= least && value <= most) return absl::OkStatus();
     return absl::InvalidArgumentError(
@@ -94,6 +108,7 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
         check("max_context", options.max_context, 0, int64_t{1} << 24),
         check("max_sequences", options.max_sequences, 1, 65536),
         check("max_tree_nodes", options.max_tree_nodes, 1, 4096),
+        check("validate_every", options.validate_every, 1, int64_t{1} << 32),
         check("metrics_port", absl::GetFlag(FLAGS_metrics_port), -1, 65535)}) {
     if (!status.ok()) return status;
   }
@@ -177,9 +192,11 @@ int Run() {
     spdlog::info("metrics on {}:{}", absl::GetFlag(FLAGS_metrics_host), metrics_server->port());
   }
 
+  const Engine* loaded_engine = nullptr;  // set before the first step
   EngineThread engine(identity.rank, identity.tp, MakeCollective,
-                      [&metrics](const v1::StepRequest& request, const v1::StepResponse& response) {
+                      [&](const v1::StepRequest& request, const v1::StepResponse& response) {
                         metrics.Observe(request, response);
+                        if (loaded_engine != nullptr) metrics.SetAttention(loaded_engine->attention_errors());
                       });
   // Every way to end goes through SIGTERM, which the main thread waits for below.
   std::atomic<int> exit_status{0};
@@ -203,6 +220,7 @@ int Run() {
   std::thread loader([&] {
     auto loaded = LoadWithProgress(*options, backend->get(), &service, &metrics);
     if (loaded.ok()) {
+      loaded_engine = loaded->get();
       engine.SetEngine(*std::move(loaded));
       loading = false;
       return;

@@ -11,6 +11,7 @@
 #include "kdt/kernels/backend.h"
 #include "kdt/v1/worker.pb.h"
 #include "worker/collective/collective.h"
+#include "worker/engine/attention_check.h"
 #include "worker/engine/observer.h"
 #include "worker/model/load_progress.h"
 #include "worker/model/shard.h"
@@ -35,6 +36,8 @@ struct EngineOptions {
   MoeSharding moe_sharding = MoeSharding::kTensor;
   // The folders need to hold nothing but config.json: weights and KV rows are random. For benchmarks.
   bool random_weights = false;
+  AttentionMode attention = AttentionMode::kFast;
+  int64_t validate_every = 64;         // kValidate: every so many steps
   EngineObserver* observer = nullptr;  // for tests; outlives the engine
 };
 
@@ -57,6 +60,9 @@ class Engine {
   // A sequence of `context` tokens whose KV rows are whatever lies in the pool, drawn at temperature 1. For
   // benchmarks: FAILED_PRECONDITION without random_weights.
   virtual absl::Status AssumeSequence(uint64_t id, int64_t context) = 0;
+
+  // What validated steps found; on the thread that runs the steps.
+  virtual AttentionErrors attention_errors() const { return {}; }
 
   // Identity and sizes: every field of DescribeResponse the engine knows.
   virtual void Describe(v1::DescribeResponse* response) const = 0;

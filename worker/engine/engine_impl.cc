@@ -168,7 +168,9 @@ absl::Status EngineImpl::Forward(std::span<const PlannedSequence> sequences) {
     if (options_.observer != nullptr) options_.observer->OnLayerOutput(layer, residual);
     return drafter_ == nullptr ? absl::OkStatus() : drafter_->OnLayerOutput(layer, residual);
   };
+  attention_->BeginStep(last_step_ + 1);
   KDT_RETURN_IF_ERROR(forward_->Run(batch_.rows(), *collective_, hook, &times_));
+  KDT_RETURN_IF_ERROR(attention_->EndStep());
   const int64_t count = static_cast<int64_t>(batch_.logit_rows().size());
   if (count == 0) return absl::OkStatus();
   const bool all = batch_.logit_rows().back() == count - 1;

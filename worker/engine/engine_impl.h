@@ -33,6 +33,7 @@ class EngineImpl final : public Engine {
   void StartEpoch(Collective* collective) override;
   absl::Status Step(const v1::StepRequest& request, v1::StepResponse* response) override;
   absl::Status AssumeSequence(uint64_t id, int64_t context) override;
+  AttentionErrors attention_errors() const override { return attention_->errors(); }
   void Describe(v1::DescribeResponse* response) const override;
 
  private:
@@ -78,6 +79,7 @@ class EngineImpl final : public Engine {
   std::unique_ptr<KvPool> pool_;
   KvStorage kv_;
   KvStorage drafter_kv_;
+  std::unique_ptr<AttentionCheck> attention_;
   std::unique_ptr<TargetForward> forward_;
   std::unique_ptr<Sampler> sampler_;
   std::unique_ptr<Drafter> drafter_;  // null: none

@@ -18,16 +18,15 @@ using kernels::Buffer;
 using kernels::MakeTensor;
 using kernels::Tensor;
 
-absl::StatusOr<std::unique_ptr<TargetForward>> TargetForward::Create(kernels::Backend* backend,
-                                                                     const ModelConfig* config,
-                                                                     const TargetWeights* weights,
-                                                                     const KvStorage* kv, Shard shard,
-                                                                     int64_t max_rows) {
+absl::StatusOr<std::unique_ptr<TargetForward>> TargetForward::Create(
+    kernels::Backend* backend, const ModelConfig* config, const TargetWeights* weights, const KvStorage* kv,
+    Shard shard, int64_t max_rows, AttentionCheck* attention) {
   auto forward = std::unique_ptr<TargetForward>(new TargetForward);
   forward->backend_ = backend;
   forward->config_ = config;
   forward->weights_ = weights;
   forward->kv_ = kv;
+  forward->attention_ = attention;
   forward->heads_ = shard.Count(config->num_attention_heads);
   forward->max_rows_ = max_rows;
   forward->softmax_scale_ = config->SoftmaxScale();
@@ -133,9 +132,21 @@ absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTime
   KDT_RETURN_IF_ERROR(backend_->AbsorbQuery({q, layer.kv_b, heads_, nope, rope, v, latent, absorbed}));
 
   const Tensor attended = MakeTensor(attended_.data(), dtype, n, heads_ * latent);
-  KDT_RETURN_IF_ERROR(backend_->VerifyAttention(
-      {absorbed, kv_->Layer(l), heads_, latent, rope, softmax_scale_, rows.sequences, rows.row_begin,
-       rows.context_length, rows.causal, rows.slot_table, rows.table_stride, rows.ancestor_bits, attended}));
+  const kernels::VerifyAttentionArgs keys = {absorbed,
+                                             kv_->Layer(l),
+                                             heads_,
+                                             latent,
+                                             rope,
+                                             softmax_scale_,
+                                             rows.sequences,
+                                             rows.row_begin,
+                                             rows.context_length,
+                                             rows.causal,
+                                             rows.slot_table,
+                                             rows.table_stride,
+                                             rows.ancestor_bits,
+                                             attended};
+  KDT_RETURN_IF_ERROR(attention_ == nullptr ? backend_->VerifyAttention(keys) : attention_->Run(keys));
   const Tensor values = MakeTensor(values_.data(), dtype, n, heads_ * v);
   KDT_RETURN_IF_ERROR(backend_->AbsorbValue({attended, layer.kv_b, heads_, nope, v, latent, values}));
   return backend_->Gemm({values, layer.o, MakeTensor(branch_.data(), dtype, n, config_->hidden_size)});

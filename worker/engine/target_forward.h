@@ -13,6 +13,7 @@
 #include "common/model_config.h"
 #include "kdt/kernels/backend.h"
 #include "worker/collective/collective.h"
+#include "worker/engine/attention_check.h"
 #include "worker/engine/expert_load.h"
 #include "worker/engine/kv_storage.h"
 #include "worker/engine/phase_timer.h"
@@ -41,12 +42,11 @@ class TargetForward {
   // Called with the residual stream [rows, hidden] behind each layer (-1: the embedding).
   using LayerHook = std::function<absl::Status(int64_t layer, const kernels::Tensor& residual)>;
 
-  // Everything passed by pointer outlives the object. At most `max_rows` rows a step.
-  static absl::StatusOr<std::unique_ptr<TargetForward>> Create(kernels::Backend* backend,
-                                                               const ModelConfig* config,
-                                                               const TargetWeights* weights,
-                                                               const KvStorage* kv, Shard shard,
-                                                               int64_t max_rows);
+  // Everything passed by pointer outlives the object. At most `max_rows` rows a step. Without `attention` the
+  // fast kernel runs.
+  static absl::StatusOr<std::unique_ptr<TargetForward>> Create(
+      kernels::Backend* backend, const ModelConfig* config, const TargetWeights* weights, const KvStorage* kv,
+      Shard shard, int64_t max_rows, AttentionCheck* attention = nullptr);
 
   // Writes the rows' K/V and leaves their final residual stream behind.
   absl::Status Run(const StepRows& rows, Collective& collective, const LayerHook& hook, PhaseTimes* times);
@@ -74,6 +74,7 @@ class TargetForward {
   const ModelConfig* config_ = nullptr;
   const TargetWeights* weights_ = nullptr;
   const KvStorage* kv_ = nullptr;
+  AttentionCheck* attention_ = nullptr;
   int64_t heads_ = 0;  // of this rank
   int64_t max_rows_ = 0;
   float softmax_scale_ = 0;

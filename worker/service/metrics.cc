@@ -81,6 +81,24 @@ WorkerMetrics::WorkerMetrics(const WorkerIdentity& identity, std::shared_ptr<pro
                       "Share of step time not spent waiting for other ranks, over the last second of steps");
   expert_imbalance_ = gauge("kdt_worker_expert_imbalance_ratio",
                             "Busiest expert's rows over the mean expert's, mean of the layers; 1 is even");
+  attention_values_ = counter("kdt_worker_attention_checked_values_total",
+                              "Values of attention compared with the reference (--attention=validate)");
+  auto& beyond =
+      prometheus::BuildCounter()
+          .Name("kdt_worker_attention_beyond_ulp_values_total")
+          .Help("Of those, more than one bf16 ulp away: of the value, or of its row's largest value")
+          .Register(*registry_);
+  auto& largest = prometheus::BuildGauge()
+                      .Name("kdt_worker_attention_error_ulps")
+                      .Help("Largest distance from the reference since the start, in the same bf16 ulps")
+                      .Register(*registry_);
+  const auto of = [&](const char* what) {
+    return prometheus::Labels{{"rank", std::to_string(identity.rank)}, {"of", what}};
+  };
+  attention_beyond_ = &beyond.Add(of("value"));
+  attention_beyond_row_ = &beyond.Add(of("row"));
+  attention_largest_ = &largest.Add(of("value"));
+  attention_largest_row_ = &largest.Add(of("row"));
   load_seconds_ = gauge("kdt_worker_load_seconds", "Time to load the weights");
   weight_bytes_ = gauge("kdt_worker_weight_bytes", "Bytes of this rank's weights");
 }
@@ -129,6 +147,17 @@ void WorkerMetrics::Observe(const v1::StepRequest& request, const v1::StepRespon
     moved_bytes_->Increment(static_cast<double>(pool.moved_bytes() - moved_so_far_));
     moved_so_far_ = pool.moved_bytes();
   }
+}
+
+void WorkerMetrics::SetAttention(const AttentionErrors& errors) {
+  if (errors.values == attention_so_far_.values) return;
+  const auto grew = [](uint64_t now, uint64_t before) { return static_cast<double>(now - before); };
+  attention_values_->Increment(grew(errors.values, attention_so_far_.values));
+  attention_beyond_->Increment(grew(errors.beyond_ulp, attention_so_far_.beyond_ulp));
+  attention_beyond_row_->Increment(grew(errors.beyond_row_ulp, attention_so_far_.beyond_row_ulp));
+  attention_largest_->Set(static_cast<double>(errors.largest_ulps));
+  attention_largest_row_->Set(static_cast<double>(errors.largest_row_ulps));
+  attention_so_far_ = errors;
 }
 
 void WorkerMetrics::SetKvSlots(uint64_t total) {

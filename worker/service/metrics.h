@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "kdt/v1/worker.pb.h"
+#include "worker/engine/attention_check.h"
 #include "worker/service/worker_service.h"
 
 namespace kdt {
@@ -18,6 +19,8 @@ class WorkerMetrics {
 
   // Behind every step, on the engine's thread.
   void Observe(const v1::StepRequest& request, const v1::StepResponse& response);
+  // What validated steps found since the start.
+  void SetAttention(const AttentionErrors& errors);
   void SetLoaded(double seconds, uint64_t bytes);
   void SetKvSlots(uint64_t total);
   void SetDeviceMemory(uint64_t used, uint64_t total);
@@ -30,6 +33,7 @@ class WorkerMetrics {
   double window_busy_us_ = 0;
   double window_total_us_ = 0;
   uint64_t moved_so_far_ = 0;
+  AttentionErrors attention_so_far_;
   prometheus::Counter* steps_;
   prometheus::Counter* failed_steps_;
   prometheus::Counter* prefill_rows_;
@@ -44,6 +48,11 @@ class WorkerMetrics {
   prometheus::Counter* other_seconds_;
   prometheus::Counter* failed_sequences_;
   prometheus::Counter* moved_bytes_;
+  prometheus::Counter* attention_values_;
+  prometheus::Counter* attention_beyond_;
+  prometheus::Counter* attention_beyond_row_;
+  prometheus::Gauge* attention_largest_;
+  prometheus::Gauge* attention_largest_row_;
   prometheus::Gauge* slots_private_;
   prometheus::Gauge* slots_shared_;
   prometheus::Gauge* slots_free_;

@@ -183,7 +183,8 @@ TEST_CASE("two worker processes generate the reference's greedy tokens and end o
   const auto prompt = golden["tokens"].get<std::vector<uint32_t>>();
   const auto greedy = golden["greedy"].get<std::vector<uint32_t>>();
   TempFolder folder;
-  Worker zero(folder, 0, 2, {"--metrics_port=0"}), one(folder, 1, 2);
+  Worker zero(folder, 0, 2, {"--metrics_port=0", "--attention=validate", "--validate_every=3"}),
+      one(folder, 1, 2);
   zero.Start();
   one.Start();
   const v1::DescribeResponse description = zero.Describe();
@@ -226,10 +227,14 @@ TEST_CASE("two worker processes generate the reference's greedy tokens and end o
         "kdt_worker_load_seconds{rank=\"0\"}", "kdt_worker_rows_total{kind=\"prefill\",rank=\"0\"}",
         "kdt_worker_busy_seconds_total{phase=\"moe\",rank=\"0\"}",
         "kdt_worker_kv_slots{rank=\"0\",state=\"private\"}",
-        "kdt_worker_kv_fragmentation_ratio{rank=\"0\"} 0"}) {
+        "kdt_worker_kv_fragmentation_ratio{rank=\"0\"} 0",
+        "kdt_worker_attention_error_ulps{of=\"row\",rank=\"0\"} 0.",
+        "kdt_worker_attention_beyond_ulp_values_total{of=\"value\",rank=\"0\"} 0"}) {
     INFO(metrics);
     CHECK(metrics.find(line) != std::string::npos);
   }
+
+  CHECK(metrics.find("kdt_worker_attention_checked_values_total{rank=\"0\"} 0\n") == std::string::npos);
 
   zero.process().Signal(SIGTERM);
   grpc::ClientContext context;
@@ -264,12 +269,18 @@ TEST_CASE("a killed worker is named by the other one, which goes on", "[worker]"
 
 TEST_CASE("a bad flag is named and the status is 2", "[worker]") {
   TempFolder folder;
-  const std::vector<std::pair<std::string, std::string>> cases = {
-      {"--rank=2", "--rank"},         {"--tp=0", "--tp"},
-      {"--backend=tpu", "--backend"}, {"--kv_dtype=f16", "--kv_dtype"},
-      {"--max_rows=0", "--max_rows"}, {"--listen=nowhere", "--listen"},
-      {"--threads=0", "--threads"},   {"--kv_slots=-1", "--kv_slots"},
-      {"--model=", "--model"},        {"--log_level=loud", "log_level"}};
+  const std::vector<std::pair<std::string, std::string>> cases = {{"--rank=2", "--rank"},
+                                                                  {"--tp=0", "--tp"},
+                                                                  {"--backend=tpu", "--backend"},
+                                                                  {"--kv_dtype=f16", "--kv_dtype"},
+                                                                  {"--attention=slow", "--attention"},
+                                                                  {"--validate_every=0", "--validate_every"},
+                                                                  {"--max_rows=0", "--max_rows"},
+                                                                  {"--listen=nowhere", "--listen"},
+                                                                  {"--threads=0", "--threads"},
+                                                                  {"--kv_slots=-1", "--kv_slots"},
+                                                                  {"--model=", "--model"},
+                                                                  {"--log_level=loud", "log_level"}};
   for (const auto& [flag, name] : cases) {
     Worker worker(folder, 0, 2, {flag});
     REQUIRE(worker.process().WaitEnded(kStartMs));
