@@ -37,7 +37,8 @@ ABSL_FLAG(std::string, listen, "127.0.0.1:0",
           "HOST:PORT or unix:PATH of the coordinator's side; port 0 takes a free one");
 ABSL_FLAG(int, metrics_port, -1, "Prometheus port; 0 takes a free one; -1: none");
 ABSL_FLAG(std::string, metrics_host, "127.0.0.1", "address that the Prometheus port is bound to");
-ABSL_FLAG(std::string, kv_dtype, "f32", "type of KV rows: f32 or bf16");
+ABSL_FLAG(std::string, kv_dtype, "",
+          "type of KV rows: f32 or bf16; empty: that of the backend's activations");
 ABSL_FLAG(int64_t, kv_slots, 0, "KV slots; 0: as many as fit kv_bytes");
 ABSL_FLAG(int64_t, kv_bytes, int64_t{1} << 30, "bytes for the KV pools of target and drafter");
 ABSL_FLAG(int64_t, max_rows, 1024, "most rows a step");
@@ -118,10 +119,9 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
   }
   options.moe_sharding = moe == "expert" ? MoeSharding::kExpert : MoeSharding::kTensor;
   const std::string kv_dtype = absl::GetFlag(FLAGS_kv_dtype);
-  if (kv_dtype != "f32" && kv_dtype != "bf16") {
+  if (!kv_dtype.empty() && kv_dtype != "f32" && kv_dtype != "bf16") {
     return absl::InvalidArgumentError(absl::StrCat("--kv_dtype: \"", kv_dtype, "\" is neither f32 nor bf16"));
   }
-  options.kv_dtype = kv_dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32;
   return options;
 }
 
@@ -167,7 +167,7 @@ absl::StatusOr<std::unique_ptr<Engine>> LoadWithProgress(const EngineOptions& op
 }
 
 int Run() {
-  const absl::StatusOr<EngineOptions> options = OptionsFromFlags();
+  absl::StatusOr<EngineOptions> options = OptionsFromFlags();
   if (!options.ok()) return Fail(options.status().message());
   const auto listen = ParseAddress(absl::GetFlag(FLAGS_listen), "--listen");
   if (!listen.ok()) return Fail(listen.status().message());
@@ -178,6 +178,10 @@ int Run() {
   if (!allowed.ok()) return Fail(allowed.message());
   auto backend = MakeBackend(absl::GetFlag(FLAGS_backend), absl::GetFlag(FLAGS_threads));
   if (!backend.ok()) return Fail(backend.status().message());
+  const std::string kv_dtype = absl::GetFlag(FLAGS_kv_dtype);
+  options->kv_dtype = kv_dtype.empty()    ? (*backend)->activation_dtype()
+                      : kv_dtype == "f32" ? kernels::DType::kF32
+                                          : kernels::DType::kBF16;
 
   const kernels::DeviceFacts facts = (*backend)->facts();
   const WorkerIdentity identity{options->rank, options->tp,    (*backend)->name(), (*backend)->device_name(),
