@@ -6,10 +6,10 @@
 namespace kdt::cuda {
 namespace {
 
-template <typename T>
+template <typename T, typename O>
 __global__ void __launch_bounds__(512)
     RmsNormKernel(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const bf16* weight,
-                  float eps, int64_t n, T* out, int64_t out_stride) {
+                  float eps, int64_t n, O* out, int64_t out_stride) {
   __shared__ float shared[32];
   x += blockIdx.x * x_stride;
   out += blockIdx.x * out_stride;
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(512)
   const float factor = rsqrtf(BlockSum(squares, shared) / static_cast<float>(n) + eps);
   const T* from = residual != nullptr ? residual : x;
   for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
-    out[i] = FromFloat<T>(ToFloat(weight[i]) * Rounded<T>(ToFloat(from[i]) * factor));
+    out[i] = FromFloat<O>(ToFloat(weight[i]) * Rounded<T>(ToFloat(from[i]) * factor));
   }
 }
 
@@ -49,10 +49,13 @@ cudaError_t RmsNorm(const Launch& launch, const kernels::RmsNormArgs& args) {
   if (args.x.rows == 0) return cudaSuccess;
   return ByType(args.x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    return LaunchAfter(launch, RmsNormKernel<T>, dim3(static_cast<unsigned>(args.x.rows)), 512, 0,
-                       Data<T>(args.x), args.x.stride, Data<T>(args.residual), args.residual.stride,
-                       reinterpret_cast<const bf16*>(args.weight), args.eps, args.x.cols, Data<T>(args.out),
-                       args.out.stride);
+    return ByType(args.out.dtype, [&](auto* u) {
+      using O = std::remove_pointer_t<decltype(u)>;
+      return LaunchAfter(launch, RmsNormKernel<T, O>, dim3(static_cast<unsigned>(args.x.rows)), 512, 0,
+                         Data<T>(args.x), args.x.stride, Data<T>(args.residual), args.residual.stride,
+                         reinterpret_cast<const bf16*>(args.weight), args.eps, args.x.cols, Data<O>(args.out),
+                         args.out.stride);
+    });
   });
 }
 

@@ -31,6 +31,13 @@ TEST_CASE("cuda: rms_norm with and without residual, add, silu_mul") {
     REQUIRE(Gpu()->RmsNorm({x.gpu(), Tensor{}, w.data(), 1e-5f, plain.gpu()}).ok());
     CHECK(RelativeError(plain.FromGpu(), plain.host) < kBf16Error);
 
+    // float32 in, bf16 out.
+    const OnGpu<float> wide(x.host);
+    REQUIRE(Gpu()
+                ->RmsNorm({MakeTensor(wide.data(), DType::kF32, 7, n), Tensor{}, w.data(), 1e-5f, out.gpu()})
+                .ok());
+    CHECK(RelativeError(out.FromGpu(), plain.host) < kBf16Error);
+
     Twin sum(rng, 7, n), gate_up(rng, 7, 2 * n), activated(rng, 7, n);
     REQUIRE(Cpu().Add({x.cpu(), sum.cpu()}).ok());
     REQUIRE(Gpu()->Add({x.gpu(), sum.gpu()}).ok());

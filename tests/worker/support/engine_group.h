@@ -1,4 +1,5 @@
-// A tensor-parallel group in one process: a thread, a backend and an engine a rank, and real shm collectives.
+// A tensor-parallel group in one process: a thread, a backend and an engine a rank, and real shm collectives
+// (on the host's memory).
 #pragma once
 
 #include <cstdint>
@@ -16,9 +17,13 @@ namespace kdt::testing {
 
 class EngineGroup {
  public:
+  // Makes a rank's backend; null: the CPU's with one thread.
+  using BackendMaker = std::function<absl::StatusOr<std::unique_ptr<kernels::Backend>>()>;
+
   // `options.rank` and `options.tp` are set here; `observer` (may be null) sees rank 0.
   static absl::StatusOr<std::unique_ptr<EngineGroup>> Start(EngineOptions options, int tp,
-                                                            EngineObserver* observer = nullptr);
+                                                            EngineObserver* observer = nullptr,
+                                                            const BackendMaker& make_backend = nullptr);
 
   // A step on every rank. Checks that all agree on the digest; returns rank 0's response. `request.step` is
   // filled in.
@@ -26,6 +31,7 @@ class EngineGroup {
   // Drops all sequences.
   void Restart();
 
+  kernels::Backend& backend(int rank) { return *ranks_[rank].backend; }
   Engine& engine(int rank) { return *ranks_[rank].engine; }
   uint64_t next_step() const { return next_step_; }
 

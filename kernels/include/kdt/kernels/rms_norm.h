@@ -11,7 +11,7 @@ struct RmsNormArgs {
   Tensor residual;          // [rows, n], updated in place; data == nullptr: none
   const uint16_t* weight;   // bf16 [n]
   float eps;
-  Tensor out;               // [rows, n]; may be x
+  Tensor out;               // [rows, n]; may be x. Its dtype may differ from x's (the drafter's f32 features)
 };
 
 // residual += x, nothing else (behind the last layer, or where no norm follows).

@@ -1,0 +1,130 @@
+// The CUDA engine against the float32 references of tests/goldens.
+//
+// Tolerances: activations and KV rows are bf16 (8 bits, a relative error of 2^-9 a rounding). A logit is a
+// sum over a residual stream that a few dozen roundings went into, which for these models (logits of about 3)
+// comes to a few hundredths; the bounds are those that the goldens' makers give for bf16: logprobs of the
+// best five within 0.1, greedy tokens equal where the gap to the second is above 0.25.
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "tests/worker/engine/cuda_group.h"
+#include "tests/worker/support/goldens.h"
+
+namespace kdt::testing {
+namespace {
+
+constexpr double kLogprobTolerance = 0.1;
+constexpr double kClearGap = 0.25;
+constexpr int kTop = 5;
+
+double Gap(const nlohmann::json& top) { return top[0][1].get<double>() - top[1][1].get<double>(); }
+
+}  // namespace
+
+TEST_CASE("cuda: the target gives the reference's log-probabilities and tokens") {
+  KDT_NEED_GPU();
+  const Goldens goldens = LoadGoldens("target");
+  const int tp = GENERATE(1, 2, 4);
+  CAPTURE(tp);
+  auto group = EngineGroup::Start(CudaOptions(false), tp, nullptr, MakeGpu);
+  INFO(group.status());
+  REQUIRE(group.ok());
+  double worst = 0;
+  for (size_t p = 0; p < goldens.json["prompts"].size(); ++p) {
+    CAPTURE(p);
+    const auto& prompt = goldens.json["prompts"][p];
+    const std::vector<int32_t> tokens = prompt["tokens"];
+    const std::vector<int32_t> greedy = prompt["greedy"];
+    v1::SamplingState sampling = GreedySampling(static_cast<uint32_t>(tokens.size()));
+    sampling.set_logprobs(kTop);
+    v1::StepRequest request;
+    AddCreate(&request, p + 1, sampling);
+    v1::PrefillChunk* chunk = AddChunk(&request, p + 1, 0, tokens);
+    chunk->set_sample(true);
+    chunk->set_prompt_logprobs(kTop);
+    auto response = (*group)->Step(request);
+    INFO(response.status());
+    REQUIRE(response.ok());
+    REQUIRE(response->results_size() == 1);
+    const v1::SequenceResult& result = response->results(0);
+    REQUIRE(result.prompt_logprobs_size() == static_cast<int>(tokens.size()) - 1);
+    for (size_t i = 1; i < tokens.size(); ++i) {
+      const v1::PositionLogprobs& ours = result.prompt_logprobs(static_cast<int>(i) - 1);
+      CHECK(ours.token().token_id() == static_cast<uint32_t>(tokens[i]));
+      worst = std::max(worst, std::abs(ours.token().logprob() - prompt["token_logprobs"][i].get<double>()));
+      const auto& reference = prompt["top5"][i - 1];
+      if (Gap(reference) > kClearGap) CHECK(ours.top(0).token_id() == reference[0][0].get<uint32_t>());
+    }
+
+    // Plain decoding along the reference's tokens.
+    std::vector<int32_t> drawn = {static_cast<int32_t>(result.tokens(0))};
+    const auto& gaps = prompt["top1_minus_top2"];
+    for (size_t i = 0;; ++i) {
+      CAPTURE(i);
+      if (gaps[i].get<double>() > kClearGap) CHECK(drawn[i] == greedy[i]);
+      if (i + 1 == greedy.size()) break;
+      v1::StepRequest decode;
+      AddTree(&decode, p + 1, static_cast<uint32_t>(tokens.size() + i), {greedy[i]}, {});
+      response = (*group)->Step(decode);
+      INFO(response.status());
+      REQUIRE(response.ok());
+      drawn.push_back(static_cast<int32_t>(response->results(0).tokens(0)));
+    }
+  }
+  CHECK(worst <= kLogprobTolerance);
+  std::printf("tp %d: largest error of a log-probability %.4f\n", tp, worst);
+}
+
+TEST_CASE("cuda: the drafter gives the reference's rounds") {
+  KDT_NEED_GPU();
+  constexpr int kDraftTop = 8;
+  const Goldens target = LoadGoldens("target");
+  const Goldens goldens = LoadGoldens("drafter");
+  const int tp = GENERATE(1, 2, 4);
+  CAPTURE(tp);
+  auto group = EngineGroup::Start(CudaOptions(true), tp, nullptr, MakeGpu);
+  INFO(group.status());
+  REQUIRE(group.ok());
+  double worst = 0;
+  for (size_t p = 0; p < goldens.json.size(); ++p) {
+    CAPTURE(p);
+    const std::vector<int32_t> tokens = target.json["prompts"][p]["tokens"];
+    v1::StepRequest request;
+    AddCreate(&request, p + 1, GreedySampling(static_cast<uint32_t>(tokens.size())));
+    v1::PrefillChunk* chunk = AddChunk(&request, p + 1, 0, tokens);
+    chunk->set_sample(true);
+    chunk->set_draft_top_k(kDraftTop);
+    auto response = (*group)->Step(request);
+    for (size_t r = 0; r < goldens.json[p].size(); ++r) {
+      CAPTURE(r);
+      INFO(response.status());
+      REQUIRE(response.ok());
+      const auto& round = goldens.json[p][r];
+      const v1::SequenceResult& before = response->results(0);
+      // A token that fell the other way in a near tie ends what can be compared.
+      if (before.tokens(before.tokens_size() - 1) != round["bonus"].get<uint32_t>()) break;
+      const v1::DraftTopK& draft = before.draft();
+      const auto& top8 = round["top8"];
+      REQUIRE(draft.token_ids_size() == static_cast<int>(top8.size()) * kDraftTop);
+      for (size_t i = 0; i < top8.size(); ++i) {
+        for (int k = 0; k < kDraftTop; ++k) {
+          const int at = static_cast<int>(i) * kDraftTop + k;
+          worst = std::max(worst, std::abs(draft.log_probs(at) - top8[i][k][1].get<double>()));
+        }
+      }
+      std::vector<int32_t> chain = {round["bonus"].get<int32_t>()};
+      std::vector<int32_t> parents;
+      for (const auto& position : round["top8"]) {
+        parents.push_back(static_cast<int32_t>(parents.size()));
+        chain.push_back(position[0][0].get<int32_t>());
+      }
+      v1::StepRequest verify;
+      AddTree(&verify, p + 1, round["start"].get<uint32_t>(), chain, parents)->set_draft_top_k(kDraftTop);
+      response = (*group)->Step(verify);
+    }
+  }
+  CHECK(worst <= kLogprobTolerance);
+  std::printf("tp %d: largest error of a draft log-probability %.4f\n", tp, worst);
+}
+
+}  // namespace kdt::testing
