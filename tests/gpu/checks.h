@@ -51,6 +51,8 @@ nlohmann::json CheckLoss(const CheckOptions& options, const Reference& reference
 nlohmann::json CheckFullPool(const CheckOptions& options, const Reference& reference);
 // More rows than one step takes.
 nlohmann::json CheckLargeBatch(const CheckOptions& options, const Reference& reference);
+// --attention=validate while requests run: what the fast kernel's errors are, and that serving goes on.
+nlohmann::json CheckValidate(const CheckOptions& options, const Reference& reference);
 // Thousands of steps; memory of the workers and of the GPU before and behind.
 nlohmann::json CheckSoak(const CheckOptions& options, const Reference& reference);
 
