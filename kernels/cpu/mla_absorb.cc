@@ -8,6 +8,7 @@
 #include "hwy/highway.h"
 #include "kernels/cpu/dot-inl.h"
 #include "kernels/cpu/ops.h"
+#include "kernels/cpu/rope_rows.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kdt::kernels::cpu {
@@ -102,7 +103,7 @@ void AbsorbQueryTarget(Context& context, const AbsorbQueryArgs& args) {
         AbsorbRows<1>(q + r * args.q.stride, args.q.stride, w, latent, args.nope, columns,
                       out + r * args.out.stride, args.out.stride);
       }
-      if (column != 0) continue;
+      if (column != 0 || args.positions != nullptr) continue;
       for (r = 0; r < rows; ++r) {
         std::memcpy(out + r * args.out.stride + latent, q + r * args.q.stride + args.nope,
                     args.rope * sizeof(float));
@@ -139,11 +140,34 @@ namespace kdt::kernels::cpu {
 HWY_EXPORT(AbsorbQueryTarget);
 HWY_EXPORT(AbsorbValueTarget);
 
+namespace {
+
+// The rope part of every head, rotated on its way to the output.
+void RotateInto(Context& context, const AbsorbQueryArgs& args) {
+  KDT_CHECK(args.rope % 2 == 0);
+  float* const table = context.scratch[0].Get<float>(args.q.rows * args.rope);
+  ParallelRanges(context, args.q.rows, 1, args.rope * (args.heads + 16), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      float* const cos = table + r * args.rope;
+      float* const sin = cos + args.rope / 2;
+      RopeTable(args.positions[r], args.inv_freq, args.rope / 2, args.attention_factor, cos, sin);
+      for (int64_t head = 0; head < args.heads; ++head) {
+        RotatePairs(args.q.f32() + r * args.q.stride + head * (args.nope + args.rope) + args.nope, cos, sin,
+                    args.rope / 2, RopeLayout::kInterleaved,
+                    args.out.f32() + r * args.out.stride + head * (args.latent + args.rope) + args.latent);
+      }
+    }
+  });
+}
+
+}  // namespace
+
 void AbsorbQuery(Context& context, const AbsorbQueryArgs& args) {
   KDT_CHECK(args.q.dtype == DType::kF32 && args.out.dtype == DType::kF32 && args.q.rows == args.out.rows);
   KDT_CHECK(args.q.cols == args.heads * (args.nope + args.rope));
   KDT_CHECK(args.out.cols == args.heads * (args.latent + args.rope));
   HWY_DYNAMIC_DISPATCH(AbsorbQueryTarget)(context, args);
+  if (args.positions != nullptr) RotateInto(context, args);
 }
 
 void AbsorbValue(Context& context, const AbsorbValueArgs& args) {

@@ -13,7 +13,8 @@ constexpr int kChunk = 128;  // inputs staged at a time
 // One thread a latent column; the weights of a head are read row by row.
 __global__ void __launch_bounds__(kColumns)
     AbsorbQueryKernel(const bf16* q, int64_t q_stride, const bf16* w, int rows, int nope, int rope, int v,
-                      int latent, bf16* out, int64_t out_stride) {
+                      int latent, bf16* out, int64_t out_stride, const int32_t* positions,
+                      const float* inv_freq, float attention_factor) {
   __shared__ float staged[kChunk][kRows];
   const int head = blockIdx.y, first_row = blockIdx.z * kRows;
   const int column = blockIdx.x * kColumns + threadIdx.x;
@@ -47,7 +48,19 @@ __global__ void __launch_bounds__(kColumns)
     if (blockIdx.x == 0) {
       const bf16* rotated =
           q + (first_row + r) * q_stride + static_cast<int64_t>(head) * (nope + rope) + nope;
-      for (int i = threadIdx.x; i < rope; i += kColumns) to[latent + i] = rotated[i];
+      for (int i = threadIdx.x; i < rope; i += kColumns) {
+        if (positions == nullptr) {
+          to[latent + i] = rotated[i];
+        } else if ((i & 1) == 0) {
+          float sin, cos;
+          sincosf(static_cast<float>(positions[first_row + r]) * inv_freq[i / 2], &sin, &cos);
+          sin *= attention_factor;
+          cos *= attention_factor;
+          const float a = ToFloat(rotated[i]), b = ToFloat(rotated[i + 1]);
+          to[latent + i] = FromFloat<bf16>(a * cos - b * sin);
+          to[latent + i + 1] = FromFloat<bf16>(b * cos + a * sin);
+        }
+      }
     }
   }
 }
@@ -89,7 +102,8 @@ cudaError_t AbsorbQuery(const Launch& launch, const kernels::AbsorbQueryArgs& ar
   AbsorbQueryKernel<<<grid, kColumns, 0, launch.stream>>>(
       Data<bf16>(args.q), args.q.stride, reinterpret_cast<const bf16*>(args.w_kv_b),
       static_cast<int>(args.q.rows), static_cast<int>(args.nope), static_cast<int>(args.rope),
-      static_cast<int>(args.v), static_cast<int>(args.latent), Data<bf16>(args.out), args.out.stride);
+      static_cast<int>(args.v), static_cast<int>(args.latent), Data<bf16>(args.out), args.out.stride,
+      args.positions, args.inv_freq, args.attention_factor);
   return cudaGetLastError();
 }
 

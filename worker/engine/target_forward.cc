@@ -125,11 +125,9 @@ absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTime
 
   const Tensor q = MakeTensor(q_.data(), dtype, n, heads_ * (nope + rope));
   KDT_RETURN_IF_ERROR(backend_->Gemm({q_latent, layer.q_b, q}));
-  KDT_RETURN_IF_ERROR(
-      backend_->Rope({q, heads_, nope + rope, nope, rope, rows.positions, weights_->rope_inv_freq,
-                      rope_factor_, kernels::RopeLayout::kInterleaved}));
   const Tensor absorbed = MakeTensor(absorbed_.data(), dtype, n, heads_ * (latent + rope));
-  KDT_RETURN_IF_ERROR(backend_->AbsorbQuery({q, layer.kv_b, heads_, nope, rope, v, latent, absorbed}));
+  KDT_RETURN_IF_ERROR(backend_->AbsorbQuery({q, layer.kv_b, heads_, nope, rope, v, latent, absorbed,
+                                             rows.positions, weights_->rope_inv_freq, rope_factor_}));
 
   const Tensor attended = MakeTensor(attended_.data(), dtype, n, heads_ * latent);
   const kernels::VerifyAttentionArgs keys = {absorbed,

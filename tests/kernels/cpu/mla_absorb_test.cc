@@ -90,5 +90,32 @@ TEST_CASE("absorbed rows have the same bits alone and in a batch", "[mla_absorb]
   }
 }
 
+TEST_CASE("absorbed query rotates to the bits of rope before it", "[mla_absorb][bits]") {
+  std::mt19937 rng(6);
+  const Shape s{7, 3, 32, 64, 32, 512};
+  const auto backend = MakeBackend(2);
+  Matrix q(s.rows, s.heads * (s.nope + s.rope));
+  Matrix separate(s.rows, s.heads * (s.latent + s.rope)), fused(s.rows, s.heads * (s.latent + s.rope));
+  Bf16Matrix w(s.heads * (s.nope + s.v), s.latent);
+  q.Fill(rng);
+  w.Fill(rng);
+  const std::vector<int32_t> positions = {0, 1, 5, 77, 4096, 131071, 262143};
+  std::vector<float> inv_freq(s.rope / 2);
+  for (size_t i = 0; i < inv_freq.size(); ++i)
+    inv_freq[i] = std::pow(50000.0f, -2.0f * static_cast<float>(i) / static_cast<float>(s.rope));
+  AbsorbQueryArgs args = QueryArgs(s, q.tensor(), w, fused.tensor());
+  args.positions = positions.data();
+  args.inv_freq = inv_freq.data();
+  args.attention_factor = 1.25f;
+  REQUIRE(backend->AbsorbQuery(args).ok());
+  REQUIRE(backend
+              ->Rope({q.tensor(), s.heads, s.nope + s.rope, s.nope, s.rope, positions.data(), inv_freq.data(),
+                      1.25f, RopeLayout::kInterleaved})
+              .ok());
+  REQUIRE(backend->AbsorbQuery(QueryArgs(s, q.tensor(), w, separate.tensor())).ok());
+  CHECK(SameBits(fused, separate));
+  CHECK(fused.GapsUntouched());
+}
+
 }  // namespace
 }  // namespace kdt::kernels::test

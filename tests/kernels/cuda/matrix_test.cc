@@ -55,6 +55,21 @@ TEST_CASE("cuda: absorbed projections against the CPU") {
     REQUIRE(Cpu().AbsorbQuery({q.cpu(), w.bits.data(), 4, 128, 64, 128, 512, out.cpu()}).ok());
     REQUIRE(Gpu()->AbsorbQuery({q.gpu(), w.gpu().bf16(), 4, 128, 64, 128, 512, out.gpu()}).ok());
     CHECK(RelativeError(out.FromGpu(), out.host) < 4e-3);
+    // The same with the rotation on the way.
+    std::vector<int32_t> positions(rows);
+    for (int64_t r = 0; r < rows; ++r) positions[r] = static_cast<int32_t>(r * 20161);
+    std::vector<float> inv_freq(32);
+    for (int i = 0; i < 32; ++i) inv_freq[i] = std::pow(50000.0f, -static_cast<float>(i) / 32.0f);
+    const OnGpu<int32_t> device_positions(positions);
+    const OnGpu<float> device_freq(inv_freq);
+    AbsorbQueryArgs rotated{q.cpu(), w.bits.data(), 4, 128, 64, 128, 512, out.cpu()};
+    rotated.positions = positions.data(), rotated.inv_freq = inv_freq.data();
+    rotated.attention_factor = 1.25f;
+    REQUIRE(Cpu().AbsorbQuery(rotated).ok());
+    rotated.q = q.gpu(), rotated.w_kv_b = w.gpu().bf16(), rotated.out = out.gpu();
+    rotated.positions = device_positions.data(), rotated.inv_freq = device_freq.data();
+    REQUIRE(Gpu()->AbsorbQuery(rotated).ok());
+    CHECK(RelativeError(out.FromGpu(), out.host) < 4e-3);
     Twin attended(rng, rows, 4 * 512), value(rng, rows, 4 * 128);
     REQUIRE(Cpu().AbsorbValue({attended.cpu(), w.bits.data(), 4, 128, 128, 512, value.cpu()}).ok());
     REQUIRE(Gpu()->AbsorbValue({attended.gpu(), w.gpu().bf16(), 4, 128, 128, 512, value.gpu()}).ok());
