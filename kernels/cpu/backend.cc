@@ -70,6 +70,7 @@ class CpuBackend final : public Backend {
   absl::Status Rope(const RopeArgs& args) override { return Do(cpu::Rope, args); }
   absl::Status Gemm(const GemmArgs& args) override { return Do(cpu::Gemm, args); }
   absl::Status SiluMul(const SiluMulArgs& args) override { return Do(cpu::SiluMul, args); }
+  absl::Status MlaPrepare(const MlaPrepareArgs& args) override { return Do(cpu::MlaPrepare, args); }
   absl::Status AbsorbQuery(const AbsorbQueryArgs& args) override { return Do(cpu::AbsorbQuery, args); }
   absl::Status AbsorbValue(const AbsorbValueArgs& args) override { return Do(cpu::AbsorbValue, args); }
   absl::Status KvWrite(const KvWriteArgs& args) override { return Do(cpu::KvWrite, args); }

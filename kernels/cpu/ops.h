@@ -12,6 +12,7 @@ void Add(Context& context, const AddArgs& args);
 void Rope(Context& context, const RopeArgs& args);
 void Gemm(Context& context, const GemmArgs& args);
 void SiluMul(Context& context, const SiluMulArgs& args);
+void MlaPrepare(Context& context, const MlaPrepareArgs& args);
 void AbsorbQuery(Context& context, const AbsorbQueryArgs& args);
 void AbsorbValue(Context& context, const AbsorbValueArgs& args);
 void KvWrite(Context& context, const KvWriteArgs& args);

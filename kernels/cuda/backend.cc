@@ -115,6 +115,9 @@ class CudaBackend final : public Backend {
   absl::Status Rope(const RopeArgs& args) override { return Do("rope", cuda::Rope, args); }
   absl::Status Gemm(const GemmArgs& args) override { return Do("gemm", cuda::Gemm, args); }
   absl::Status SiluMul(const SiluMulArgs& args) override { return Do("silu_mul", cuda::SiluMul, args); }
+  absl::Status MlaPrepare(const MlaPrepareArgs& args) override {
+    return Do("mla_prepare", cuda::MlaPrepare, args);
+  }
   absl::Status AbsorbQuery(const AbsorbQueryArgs& args) override {
     return Do("absorb_query", cuda::AbsorbQuery, args);
   }

@@ -13,6 +13,7 @@
 #include "kdt/kernels/kv_write.h"
 #include "kdt/kernels/logits.h"
 #include "kdt/kernels/mla_absorb.h"
+#include "kdt/kernels/mla_prepare.h"
 #include "kdt/kernels/moe.h"
 #include "kdt/kernels/rms_norm.h"
 #include "kdt/kernels/rope.h"
@@ -38,6 +39,7 @@ cudaError_t Add(const Launch& launch, const kernels::AddArgs& args);
 cudaError_t Rope(const Launch& launch, const kernels::RopeArgs& args);
 cudaError_t Gemm(const Launch& launch, const kernels::GemmArgs& args);
 cudaError_t SiluMul(const Launch& launch, const kernels::SiluMulArgs& args);
+cudaError_t MlaPrepare(const Launch& launch, const kernels::MlaPrepareArgs& args);
 cudaError_t AbsorbQuery(const Launch& launch, const kernels::AbsorbQueryArgs& args);
 cudaError_t AbsorbValue(const Launch& launch, const kernels::AbsorbValueArgs& args);
 cudaError_t KvWrite(const Launch& launch, const kernels::KvWriteArgs& args);

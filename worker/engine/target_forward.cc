@@ -115,13 +115,9 @@ absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTime
   const Tensor qkv_a = MakeTensor(qkv_a_.data(), dtype, n, q_lora + latent + rope);
   KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.qkv_a, qkv_a}));
   const Tensor q_latent = qkv_a.Columns(0, q_lora);
-  const Tensor kv_latent = qkv_a.Columns(q_lora, latent);
-  KDT_RETURN_IF_ERROR(backend_->RmsNorm({q_latent, {}, layer.q_a_norm, kLatentNormEps, q_latent}));
-  KDT_RETURN_IF_ERROR(backend_->RmsNorm({kv_latent, {}, layer.kv_a_norm, kLatentNormEps, kv_latent}));
-  KDT_RETURN_IF_ERROR(
-      backend_->Rope({qkv_a.Columns(q_lora + latent, rope), 1, rope, 0, rope, rows.positions,
-                      weights_->rope_inv_freq, rope_factor_, kernels::RopeLayout::kInterleaved}));
-  KDT_RETURN_IF_ERROR(backend_->KvWrite({qkv_a.Columns(q_lora, latent + rope), rows.slots, kv_->Layer(l)}));
+  KDT_RETURN_IF_ERROR(backend_->MlaPrepare({qkv_a, q_lora, latent, rope, layer.q_a_norm, layer.kv_a_norm,
+                                            kLatentNormEps, rows.positions, weights_->rope_inv_freq,
+                                            rope_factor_, rows.slots, kv_->Layer(l)}));
 
   const Tensor q = MakeTensor(q_.data(), dtype, n, heads_ * (nope + rope));
   KDT_RETURN_IF_ERROR(backend_->Gemm({q_latent, layer.q_b, q}));

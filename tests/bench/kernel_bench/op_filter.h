@@ -74,6 +74,9 @@ class OpFilter final : public kernels::Backend {
   absl::Status SiluMul(const kernels::SiluMulArgs& args) override {
     return Do([&] { return OpFacts{"silu_mul"}; }, [&] { return base_.SiluMul(args); });
   }
+  absl::Status MlaPrepare(const kernels::MlaPrepareArgs& args) override {
+    return Do([&] { return OpFacts{"mla_prepare"}; }, [&] { return base_.MlaPrepare(args); });
+  }
   absl::Status AbsorbQuery(const kernels::AbsorbQueryArgs& args) override {
     return Do(
         [&] {

@@ -48,6 +48,91 @@ TEST_CASE("cuda: rms_norm with and without residual, add, silu_mul") {
   }
 }
 
+// Whole chunks in registers (one, two and four a thread), rows apart from each other, and widths that take
+// two passes.
+TEST_CASE("cuda: rms_norm of any width and stride, float32 in and bf16 out") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(21);
+  for (const int64_t n : {8, 128, 200, 1536, 7168, 8200, 16384, 16392, 60, 7161}) {
+    const int64_t wide = n + 24;
+    Twin x(rng, 3, wide), residual(rng, 3, wide), weight(rng, 1, n), out(rng, 3, wide);
+    const OnGpu<uint16_t> w(weight.bits);
+    const std::vector<float> out_before = out.host, residual_before = residual.host;
+    REQUIRE(Cpu()
+                .RmsNorm({x.cpu().Columns(8, n), residual.cpu().Columns(8, n), weight.bits.data(), 1e-5f,
+                          out.cpu().Columns(16, n)})
+                .ok());
+    REQUIRE(Gpu()
+                ->RmsNorm({x.gpu().Columns(8, n), residual.gpu().Columns(8, n), w.data(), 1e-5f,
+                           out.gpu().Columns(16, n)})
+                .ok());
+    INFO("width " << n);
+    const std::vector<float> got = out.FromGpu(), sums = residual.FromGpu();
+    CHECK(RelativeError(got, out.host) < 2 * kBf16Error);
+    CHECK(RelativeError(sums, residual.host) < kBf16Error);
+    for (int64_t r = 0; r < 3; ++r) {
+      for (int64_t c = 0; c < wide; ++c) {
+        if (c < 16 || c >= 16 + n) REQUIRE(got[r * wide + c] == out_before[r * wide + c]);
+        if (c < 8 || c >= 8 + n) REQUIRE(sums[r * wide + c] == residual_before[r * wide + c]);
+      }
+    }
+
+    std::vector<float> features(3 * n);
+    std::normal_distribution<float> normal(0.0f, 3.0f);
+    for (float& f : features) f = normal(rng);
+    const OnGpu<float> device_features(features);
+    Twin narrow(rng, 3, n);
+    REQUIRE(
+        Cpu()
+            .RmsNorm(
+                {MakeTensor(features.data(), DType::kF32, 3, n), {}, weight.bits.data(), 1e-5f, narrow.cpu()})
+            .ok());
+    REQUIRE(
+        Gpu()
+            ->RmsNorm(
+                {MakeTensor(device_features.data(), DType::kF32, 3, n), {}, w.data(), 1e-5f, narrow.gpu()})
+            .ok());
+    CHECK(RelativeError(narrow.FromGpu(), narrow.host) < kBf16Error);
+  }
+}
+
+TEST_CASE("cuda: mla_prepare norms, rotates and writes; padding writes nothing") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(22);
+  std::vector<float> inv_freq(32);
+  for (int i = 0; i < 32; ++i) inv_freq[i] = std::pow(50000.0f, -static_cast<float>(i) / 32.0f);
+  const OnGpu<float> device_freq(inv_freq);
+  const std::vector<int32_t> positions = {0, 7, 262143, 4095, 4096}, slots = {5, -1, 0, 8, 3};
+  const OnGpu<int32_t> device_positions(positions), device_slots(slots);
+  for (const int64_t q_lora : {1536, 192}) {
+    Twin qkv(rng, 5, q_lora + 576), pool(rng, 9, 576), q_norm(rng, 1, q_lora), kv_norm(rng, 1, 512);
+    const OnGpu<uint16_t> device_q_norm(q_norm.bits), device_kv_norm(kv_norm.bits);
+    const std::vector<float> pool_before = pool.host;
+    REQUIRE(Cpu()
+                .MlaPrepare({qkv.cpu(), q_lora, 512, 64, q_norm.bits.data(), kv_norm.bits.data(), 1e-6f,
+                             positions.data(), inv_freq.data(), 1.25f, slots.data(), pool.cpu()})
+                .ok());
+    REQUIRE(Gpu()
+                ->MlaPrepare({qkv.gpu(), q_lora, 512, 64, device_q_norm.data(), device_kv_norm.data(), 1e-6f,
+                              device_positions.data(), device_freq.data(), 1.25f, device_slots.data(),
+                              pool.gpu()})
+                .ok());
+    const std::vector<float> got = qkv.FromGpu(), written = pool.FromGpu();
+    std::vector<float> q, expected_q;
+    for (int64_t r = 0; r < 5; ++r) {
+      q.insert(q.end(), got.begin() + r * qkv.cols, got.begin() + r * qkv.cols + q_lora);
+      expected_q.insert(expected_q.end(), qkv.host.begin() + r * qkv.cols,
+                        qkv.host.begin() + r * qkv.cols + q_lora);
+    }
+    CHECK(RelativeError(q, expected_q) < kBf16Error);
+    CHECK(RelativeError(written, pool.host) < kBf16Error);
+    for (const int64_t free_slot : {1, 2, 4, 6, 7}) {
+      CHECK(std::equal(written.begin() + free_slot * 576, written.begin() + (free_slot + 1) * 576,
+                       pool_before.begin() + free_slot * 576));
+    }
+  }
+}
+
 TEST_CASE("cuda: rope in both layouts, at positions up to 262143") {
   KDT_NEED_GPU();
   std::mt19937 rng(3);

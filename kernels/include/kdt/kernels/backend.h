@@ -25,6 +25,7 @@
 #include "kdt/kernels/kv_write.h"
 #include "kdt/kernels/logits.h"
 #include "kdt/kernels/mla_absorb.h"
+#include "kdt/kernels/mla_prepare.h"
 #include "kdt/kernels/moe.h"
 #include "kdt/kernels/rms_norm.h"
 #include "kdt/kernels/rope.h"
@@ -112,6 +113,7 @@ class Backend {
   virtual absl::Status Rope(const RopeArgs& args) = 0;
   virtual absl::Status Gemm(const GemmArgs& args) = 0;
   virtual absl::Status SiluMul(const SiluMulArgs& args) = 0;
+  virtual absl::Status MlaPrepare(const MlaPrepareArgs& args) = 0;
   virtual absl::Status AbsorbQuery(const AbsorbQueryArgs& args) = 0;
   virtual absl::Status AbsorbValue(const AbsorbValueArgs& args) = 0;
   virtual absl::Status KvWrite(const KvWriteArgs& args) = 0;
