@@ -1,15 +1,20 @@
 #include "kernels/cuda/graph.h"
 
+#include <utility>
+#include <vector>
+
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/check.h"
+#include "kernels/cuda/kernel_use.h"
 
 namespace kdt::cuda {
 namespace {
 
 class CudaGraph final : public kernels::Graph {
  public:
-  CudaGraph(cudaGraphExec_t graph, int64_t nodes, cudaStream_t stream, int64_t* replays)
-      : graph_(graph), nodes_(nodes), stream_(stream), replays_(replays) {}
+  CudaGraph(cudaGraphExec_t graph, int64_t nodes, std::vector<kernels::KernelUse> uses, cudaStream_t stream,
+            int64_t* replays)
+      : graph_(graph), nodes_(nodes), uses_(std::move(uses)), stream_(stream), replays_(replays) {}
   ~CudaGraph() override { (void)cudaGraphExecDestroy(graph_); }
 
   absl::Status Replay() override {
@@ -17,10 +22,12 @@ class CudaGraph final : public kernels::Graph {
     return KDT_CUDA_STATUS(cudaGraphLaunch(graph_, stream_));
   }
   int64_t nodes() const override { return nodes_; }
+  const std::vector<kernels::KernelUse>& kernel_uses() const override { return uses_; }
 
  private:
   cudaGraphExec_t graph_;
   int64_t nodes_;
+  std::vector<kernels::KernelUse> uses_;
   cudaStream_t stream_;
   int64_t* replays_;
 };
@@ -45,9 +52,11 @@ absl::StatusOr<std::unique_ptr<kernels::Graph>> CaptureGraph(cudaStream_t stream
   absl::Status status = KDT_CUDA_STATUS(cudaGraphGetNodes(graph, nullptr, &nodes));
   cudaGraphExec_t executable = nullptr;
   if (status.ok()) status = KDT_CUDA_STATUS(cudaGraphInstantiate(&executable, graph, 0));
+  std::vector<kernels::KernelUse> uses = KernelUses(graph);
   (void)cudaGraphDestroy(graph);
   if (!status.ok()) return status;
-  auto made = std::make_unique<CudaGraph>(executable, static_cast<int64_t>(nodes), stream, replays);
+  auto made =
+      std::make_unique<CudaGraph>(executable, static_cast<int64_t>(nodes), std::move(uses), stream, replays);
   // The first replay would upload it otherwise.
   KDT_CUDA_RETURN_IF_ERROR(cudaGraphUpload(executable, stream));
   return made;

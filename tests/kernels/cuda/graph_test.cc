@@ -42,6 +42,25 @@ TEST_CASE("cuda: a graph replays copies and ops with what the buffers hold then"
   }
 }
 
+TEST_CASE("cuda: a graph tells how its main kernels fill the device") {
+  KDT_NEED_GPU();
+  constexpr int64_t kRows = 4, kIn = 256, kOut = 512;
+  std::mt19937 rng(3);
+  Twin x(rng, kRows, kIn), w(rng, kOut, kIn), y(rng, kRows, kOut);
+  const auto graph = Gpu()->Capture([&]() -> absl::Status {
+    if (absl::Status s = Gpu()->Gemm({x.gpu(), w.gpu(), y.gpu()}); !s.ok()) return s;
+    return Gpu()->Gemm({x.gpu(), w.gpu(), y.gpu()});
+  });
+  REQUIRE(graph.ok());
+  const std::vector<KernelUse>& uses = (*graph)->kernel_uses();
+  REQUIRE(uses.size() == 1);
+  CHECK(uses[0].kernel == "gemm");
+  CHECK(uses[0].occupancy > 0);
+  CHECK(uses[0].occupancy <= 1);
+  CHECK(uses[0].grid_fill > 0);
+  CHECK(uses[0].grid_fill < 1);  // a quarter of a megabyte of weights does not fill a chip
+}
+
 TEST_CASE("cuda: a failed capture names the op, and the stream works afterwards") {
   KDT_NEED_GPU();
   std::mt19937 rng(2);

@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -56,12 +57,21 @@ struct BackendStats {
   int64_t replays = 0;           // of graphs
 };
 
+// How the launches of one kernel fill the device.
+struct KernelUse {
+  std::string kernel;    // "verify_attention", "moe_down", "gemm", ...
+  double occupancy = 0;  // resident warps over the most that a multiprocessor holds, in theory
+  double grid_fill = 0;  // blocks launched over the blocks that the device holds at once
+};
+
 // A recorded sequence of ops that can be run again. It ends before its backend does.
 class Graph {
  public:
   virtual ~Graph() = default;
   virtual absl::Status Replay() = 0;  // queued behind what was queued before
   virtual int64_t nodes() const = 0;
+  // Of the main kernels in it.
+  virtual const std::vector<KernelUse>& kernel_uses() const = 0;
 };
 
 class Backend {
