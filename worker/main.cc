@@ -200,7 +200,7 @@ int Run() {
   EngineThread engine(identity.rank, identity.tp, MakeCollective,
                       [&](const v1::StepRequest& request, const v1::StepResponse& response) {
                         metrics.Observe(request, response);
-                        if (loaded_engine != nullptr) metrics.SetAttention(loaded_engine->attention_errors());
+                        if (loaded_engine != nullptr) metrics.SetStats(loaded_engine->stats());
                       });
   // Every way to end goes through SIGTERM, which the main thread waits for below.
   std::atomic<int> exit_status{0};

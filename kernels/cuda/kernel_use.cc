@@ -11,7 +11,8 @@ namespace {
 
 // Part of the kernel function's (mangled) name -> what it is reported as.
 constexpr struct {
-  absl::string_view function, op;
+  absl::string_view function;
+  const char* op;
 } kMainKernels[] = {{"VerifyPartial", "verify_attention"},
                     {"VerifyReduce", "verify_attention_reduce"},
                     {"GateUpKernel", "moe_gate_up"},
@@ -68,8 +69,8 @@ std::vector<kernels::KernelUse> KernelUses(cudaGraph_t graph) {
   std::vector<kernels::KernelUse> uses;
   for (size_t k = 0; k < kCount; ++k) {
     if (sums[k].resident == 0) continue;
-    uses.push_back({std::string(kMainKernels[k].op), sums[k].warps / sums[k].most_warps,
-                    sums[k].launched / sums[k].resident});
+    uses.push_back(
+        {kMainKernels[k].op, sums[k].warps / sums[k].most_warps, sums[k].launched / sums[k].resident});
   }
   return uses;
 }

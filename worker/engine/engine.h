@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -41,6 +42,19 @@ struct EngineOptions {
   EngineObserver* observer = nullptr;  // for tests; outlives the engine
 };
 
+// What an engine did and found since it was loaded.
+struct EngineStats {
+  struct GraphReplays {
+    int64_t rows = 0;  // the bucket
+    uint64_t replays = 0;
+  };
+  std::vector<GraphReplays>
+      replays;                 // of the target's graphs, by rising rows; empty where nothing is captured
+  double capture_seconds = 0;  // to capture all graphs, the last time
+  std::vector<kernels::KernelUse> kernel_uses;  // of the target's graph that ran last
+  AttentionErrors attention;
+};
+
 class Engine {
  public:
   virtual ~Engine() = default;
@@ -59,10 +73,12 @@ class Engine {
 
   // A sequence of `context` tokens whose KV rows are whatever lies in the pool, drawn at temperature 1. For
   // benchmarks: FAILED_PRECONDITION without random_weights.
-  virtual absl::Status AssumeSequence(uint64_t id, int64_t context) = 0;
+  virtual absl::Status AssumeSequence(uint64_t /*id*/, int64_t /*context*/) {
+    return absl::FailedPreconditionError("this engine has no random weights");
+  }
 
-  // What validated steps found; on the thread that runs the steps.
-  virtual AttentionErrors attention_errors() const { return {}; }
+  // On the thread that runs the steps.
+  virtual EngineStats stats() const { return {}; }
 
   // Identity and sizes: every field of DescribeResponse the engine knows.
   virtual void Describe(v1::DescribeResponse* response) const = 0;

@@ -122,6 +122,12 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
   return absl::OkStatus();
 }
 
+EngineStats EngineImpl::stats() const {
+  EngineStats stats;
+  stats.attention = attention_->errors();
+  return stats;
+}
+
 absl::Status EngineImpl::ApplyOps(const std::vector<PlannedOp>& ops) {
   const int64_t vocab_begin = shard_.Begin(config_.vocab_size);
   const int64_t vocab_local = shard_.Count(config_.vocab_size);

@@ -33,7 +33,7 @@ class EngineImpl final : public Engine {
   void StartEpoch(Collective* collective) override;
   absl::Status Step(const v1::StepRequest& request, v1::StepResponse* response) override;
   absl::Status AssumeSequence(uint64_t id, int64_t context) override;
-  AttentionErrors attention_errors() const override { return attention_->errors(); }
+  EngineStats stats() const override;
   void Describe(v1::DescribeResponse* response) const override;
 
  private:

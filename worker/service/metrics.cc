@@ -149,6 +149,56 @@ void WorkerMetrics::Observe(const v1::StepRequest& request, const v1::StepRespon
   }
 }
 
+void WorkerMetrics::SetStats(const EngineStats& stats) {
+  SetAttention(stats.attention);
+  if (!stats.replays.empty()) SetGraphs(stats);
+}
+
+prometheus::Labels WorkerMetrics::WithRank(const char* name, const std::string& value) const {
+  prometheus::Labels labels = rank_;
+  labels[name] = value;
+  return labels;
+}
+
+void WorkerMetrics::SetGraphs(const EngineStats& stats) {
+  if (replays_ == nullptr) {
+    replays_ = &prometheus::BuildCounter()
+                    .Name("kdt_worker_graph_replays_total")
+                    .Help("Replays of the target's captured graphs, by the rows that they are for")
+                    .Register(*registry_);
+    occupancy_ =
+        &prometheus::BuildGauge()
+             .Name("kdt_worker_sm_occupancy_ratio")
+             .Help("Theoretical occupancy in the last graph: resident warps over the most an SM holds")
+             .Register(*registry_);
+    grid_fill_ = &prometheus::BuildGauge()
+                      .Name("kdt_worker_grid_fill_ratio")
+                      .Help("Blocks launched by the last graph over the blocks that the GPU holds at once")
+                      .Register(*registry_);
+    capture_seconds_ = &prometheus::BuildGauge()
+                            .Name("kdt_worker_graph_capture_seconds")
+                            .Help("Time to capture all graphs, when the group last formed")
+                            .Register(*registry_)
+                            .Add(rank_);
+  }
+  capture_seconds_->Set(stats.capture_seconds);
+  for (const EngineStats::GraphReplays& graph : stats.replays) {
+    auto& [counter, so_far] = replays_so_far_[graph.rows];
+    if (counter == nullptr) counter = &replays_->Add(WithRank("rows", std::to_string(graph.rows)));
+    if (graph.replays > so_far) counter->Increment(static_cast<double>(graph.replays - so_far));
+    so_far = graph.replays;
+  }
+  for (const kernels::KernelUse& use : stats.kernel_uses) {
+    auto& [occupancy, fill] = kernels_[use.kernel];
+    if (occupancy == nullptr) {
+      occupancy = &occupancy_->Add(WithRank("kernel", use.kernel));
+      fill = &grid_fill_->Add(WithRank("kernel", use.kernel));
+    }
+    occupancy->Set(use.occupancy);
+    fill->Set(use.grid_fill);
+  }
+}
+
 void WorkerMetrics::SetAttention(const AttentionErrors& errors) {
   if (errors.values == attention_so_far_.values) return;
   const auto grew = [](uint64_t now, uint64_t before) { return static_cast<double>(now - before); };

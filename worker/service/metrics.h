@@ -2,13 +2,17 @@
 #pragma once
 
 #include <prometheus/counter.h>
+#include <prometheus/family.h>
 #include <prometheus/gauge.h>
 #include <prometheus/registry.h>
 
+#include <map>
 #include <memory>
+#include <string>
+#include <utility>
 
 #include "kdt/v1/worker.pb.h"
-#include "worker/engine/attention_check.h"
+#include "worker/engine/engine.h"
 #include "worker/service/worker_service.h"
 
 namespace kdt {
@@ -19,13 +23,17 @@ class WorkerMetrics {
 
   // Behind every step, on the engine's thread.
   void Observe(const v1::StepRequest& request, const v1::StepResponse& response);
-  // What validated steps found since the start.
-  void SetAttention(const AttentionErrors& errors);
+  // Behind every step as well. Series of graphs exist once there is one.
+  void SetStats(const EngineStats& stats);
   void SetLoaded(double seconds, uint64_t bytes);
   void SetKvSlots(uint64_t total);
   void SetDeviceMemory(uint64_t used, uint64_t total);
 
  private:
+  void SetAttention(const AttentionErrors& errors);
+  void SetGraphs(const EngineStats& stats);
+  prometheus::Labels WithRank(const char* name, const std::string& value) const;
+
   std::shared_ptr<prometheus::Registry> registry_;
   const prometheus::Labels rank_;
   uint64_t slots_total_ = 0;
@@ -61,6 +69,13 @@ class WorkerMetrics {
   prometheus::Gauge* fragmentation_;
   prometheus::Gauge* busy_ratio_;
   prometheus::Gauge* expert_imbalance_;
+  // Families of series that only a backend with captured graphs has; made with the first one.
+  prometheus::Family<prometheus::Counter>* replays_ = nullptr;
+  prometheus::Family<prometheus::Gauge>* occupancy_ = nullptr;
+  prometheus::Family<prometheus::Gauge>* grid_fill_ = nullptr;
+  prometheus::Gauge* capture_seconds_ = nullptr;
+  std::map<int64_t, std::pair<prometheus::Counter*, uint64_t>> replays_so_far_;       // by rows
+  std::map<std::string, std::pair<prometheus::Gauge*, prometheus::Gauge*>> kernels_;  // occupancy, grid fill
   prometheus::Gauge* load_seconds_;
   prometheus::Gauge* weight_bytes_;
 };

@@ -39,13 +39,13 @@ TEST_CASE("validate compares every value of the sampled steps and changes none")
   const auto fast = EngineGroup::Start(options, kTp);
   REQUIRE(fast.ok());
   const std::string answers = Run(**fast);
-  CHECK((*fast)->engine(0).attention_errors().values == 0);
+  CHECK((*fast)->engine(0).stats().attention.values == 0);
 
   options.attention = AttentionMode::kReference;
   const auto reference = EngineGroup::Start(options, kTp);
   REQUIRE(reference.ok());
   CHECK(Run(**reference) == answers);
-  CHECK((*reference)->engine(0).attention_errors().values == 0);
+  CHECK((*reference)->engine(0).stats().attention.values == 0);
 
   options.attention = AttentionMode::kValidate;
   options.validate_every = 2;
@@ -58,7 +58,7 @@ TEST_CASE("validate compares every value of the sampled steps and changes none")
   const int64_t values =
       3 * 3 * config->num_hidden_layers * config->num_attention_heads / kTp * config->kv_lora_rank;
   for (int rank = 0; rank < kTp; ++rank) {
-    const AttentionErrors errors = (*validate)->engine(rank).attention_errors();
+    const AttentionErrors errors = (*validate)->engine(rank).stats().attention;
     CHECK(errors.values == static_cast<uint64_t>(values));
     CHECK(errors.beyond_ulp == 0);
     CHECK(errors.beyond_row_ulp == 0);
