@@ -133,8 +133,13 @@ absl::Status ParallelCopy::Run(kernels::Backend& backend, int threads, const Rea
     const char* from = buffer(work.buffer);
     for (size_t p = batch.begin; p < batch.end;) {
       char* const to = pieces[p].to;
-      int64_t bytes = 0;  // of the pieces that lie behind each other on the device as well
-      for (; p < batch.end && pieces[p].to == to + bytes; ++p) bytes += pieces[p].rows * pieces[p].row_bytes;
+      // Pieces that lie behind each other on the device as well; those of another tag may be another
+      // allocation, and no copy may span two.
+      const size_t tag = pieces[p].tag;
+      int64_t bytes = 0;
+      for (; p < batch.end && pieces[p].tag == tag && pieces[p].to == to + bytes; ++p) {
+        bytes += pieces[p].rows * pieces[p].row_bytes;
+      }
       KDT_RETURN_IF_ERROR(backend.UploadAsync(to, from, bytes));
       from += bytes;
     }
