@@ -88,6 +88,7 @@ absl::Status CudaCollective::Connect(CollectiveKind kind, size_t buffer_bytes, i
   if (!no_ipc.ok() && !no_nccl.ok()) {
     return absl::UnavailableError(absl::StrCat(no_ipc.message(), "; ", no_nccl.message()));
   }
+  if (rank_ != 0) return absl::OkStatus();
   if (!no_ipc.ok()) spdlog::warn("collective: nccl for all sizes, because {}", no_ipc.message());
   if (!no_nccl.ok()) spdlog::info("collective: ipc for all sizes, because {}", no_nccl.message());
   return absl::OkStatus();

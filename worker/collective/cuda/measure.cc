@@ -12,7 +12,9 @@ namespace kdt {
 namespace {
 
 constexpr size_t kSmallest = size_t{8} << 10, kLargest = size_t{4} << 20;
-constexpr int kCalls = 8, kReplays = 5;
+// Fewer calls of what takes long: the whole is to take tens of milliseconds.
+constexpr size_t kLong = size_t{256} << 10;
+constexpr int kCalls = 24, kLongCalls = 4, kReplays = 7;
 constexpr float kTooSlowMicros = 1000;  // ranks that take turns on a GPU need ten times that
 
 class Events {
@@ -61,7 +63,8 @@ absl::Status MeasureAll(CudaCollective& collective, void* x, size_t largest,
     for (int m = 0; m < kReduceMethods; ++m) {
       const auto method = static_cast<ReduceMethod>(m);
       if (!collective.Has(method)) continue;
-      KDT_ASSIGN_OR_RETURN(mine.micros[m], MeasureReduce(collective, method, x, bytes, kCalls, kReplays));
+      KDT_ASSIGN_OR_RETURN(mine.micros[m], MeasureReduce(collective, method, x, bytes,
+                                                         bytes > kLong ? kLongCalls : kCalls, kReplays));
     }
     KDT_ASSIGN_OR_RETURN(const std::vector<ReduceTimes> all, collective.exchange().Gather(mine));
     times->push_back(all[0]);
