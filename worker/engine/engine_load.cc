@@ -49,6 +49,7 @@ absl::StatusOr<std::unique_ptr<Engine>> EngineImpl::Load(const EngineOptions& op
 absl::Status EngineImpl::CheckOptions() {
   KDT_RETURN_IF_ERROR(CheckRange("tp", options_.tp, 1, 1024));
   KDT_RETURN_IF_ERROR(CheckRange("rank", options_.rank, 0, options_.tp - 1));
+  KDT_RETURN_IF_ERROR(CheckRange("load_threads", options_.load_threads, 1, 1024));
   KDT_RETURN_IF_ERROR(CheckRange("kv_slots", options_.kv_slots, 0, kMaxSlots));
   KDT_RETURN_IF_ERROR(CheckRange("max_rows", options_.max_rows, 1, 1 << 20));
   KDT_RETURN_IF_ERROR(CheckRange("max_sequences", options_.max_sequences, 1, 1 << 16));
@@ -95,7 +96,7 @@ absl::Status EngineImpl::LoadWeights(const LoadProgress& progress) {
     if (drafts) {
       KDT_ASSIGN_OR_RETURN(drafter_weights_, LoadDrafterWeights(drafter_config_, *drafter, loader));
     }
-    KDT_RETURN_IF_ERROR(loader.Finish());
+    KDT_RETURN_IF_ERROR(loader.Finish(options_.load_threads));
     total = loader.bytes();
   }
   return absl::OkStatus();

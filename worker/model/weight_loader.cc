@@ -1,7 +1,6 @@
 #include "worker/model/weight_loader.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,8 +10,6 @@
 namespace kdt {
 namespace {
 
-// Enough to keep a device's link busy from the page cache; a disk wants no more.
-constexpr int kMaxThreads = 8;
 // What lies in one stretch is cut into rows of this many bytes, so that it can be spread over buffers.
 constexpr int64_t kStretchBytes = 1 << 20;
 constexpr int64_t kBf16Bytes = 2;
@@ -47,11 +44,10 @@ void WeightLoader::Copy(const TensorView& tensor, int64_t row_begin, int64_t row
   noted_.push_back({source_, tensor});
 }
 
-absl::Status WeightLoader::Finish() {
+absl::Status WeightLoader::Finish(int threads) {
   if (mode_ == Mode::kPlan) return absl::OkStatus();
   const std::vector<Noted> noted = std::exchange(noted_, {});
   uint64_t done = constant_bytes_;
-  const int threads = std::min<int>(kMaxThreads, static_cast<int>(std::thread::hardware_concurrency()));
   return copy_.Run(
       *backend_, threads,
       [&](size_t tag, std::span<const std::byte> bytes) {

@@ -63,7 +63,8 @@ class WeightLoader {
 
   // Copies what the calls above noted; until then the memory they gave is zero. A planning loader does
   // nothing.
-  absl::Status Finish();
+  // `threads` read.
+  absl::Status Finish(int threads = 1);
 
   uint64_t bytes() const { return bytes_; }  // planned or noted so far
   std::vector<kernels::Buffer> TakeBuffers() { return std::move(buffers_); }

@@ -1,0 +1,221 @@
+// One rank of a full-size model with random weights runs the worker's own steps at any rows, context and
+// batch. Beside each time stands the floor: what the step cannot do without.
+//
+//   kdt-rank-bench [--config DIR] [--drafter DIR] [--tp 8] [--rank 0] [--rows 1,8,16,32]
+//                  [--context 4096,65536,131072] [--batch 1] [--moe tensor|expert] [--parts] [--json FILE]
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "common/flags.h"
+#include "common/status.h"
+#include "kdt/kernels/cuda_backend.h"
+#include "tests/bench/rank_bench/floor.h"
+#include "tests/bench/rank_bench/part_backend.h"
+#include "tests/bench/rank_bench/stand_in.h"
+#include "tests/bench/rank_bench/step_bench.h"
+
+ABSL_FLAG(std::string, config, KDT_RANK_BENCH_DIR "/k26", "folder with the target's config.json");
+ABSL_FLAG(std::string, drafter, KDT_RANK_BENCH_DIR "/k26_drafter",
+          "folder with the drafter's config.json; empty: none");
+ABSL_FLAG(int, tp, 8, "tensor-parallel size");
+ABSL_FLAG(int, rank, 0, "rank to run");
+ABSL_FLAG(std::vector<std::string>, rows, (std::vector<std::string>{"1", "8", "16", "32"}),
+          "tree nodes a sequence");
+ABSL_FLAG(std::vector<std::string>, context, (std::vector<std::string>{"4096", "65536", "131072"}),
+          "tokens before the tree");
+ABSL_FLAG(std::vector<std::string>, batch, (std::vector<std::string>{"1"}), "sequences");
+ABSL_FLAG(int64_t, max_rows, 64, "rows of the largest step");
+ABSL_FLAG(std::string, moe, "tensor", "tensor or expert");
+ABSL_FLAG(double, reduce_us, 8, "what a collective of the stand-in takes at least");
+ABSL_FLAG(bool, parts, false, "time by part as well");
+ABSL_FLAG(int, warm_up, 5, "steps before measuring");
+ABSL_FLAG(int, steps, 31, "measured steps");
+ABSL_FLAG(std::string, json, "", "file for the results");
+
+namespace kdt::bench {
+namespace {
+
+double Seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+absl::StatusOr<std::vector<int64_t>> Numbers(const char* flag, const std::vector<std::string>& texts) {
+  std::vector<int64_t> numbers;
+  for (const std::string& text : texts) {
+    int64_t number = 0;
+    if (!absl::SimpleAtoi(text, &number) || number < 1) {
+      return absl::InvalidArgumentError(absl::StrCat("--", flag, ": \"", text, "\" is no number above 0"));
+    }
+    numbers.push_back(number);
+  }
+  if (numbers.empty()) return absl::InvalidArgumentError(absl::StrCat("--", flag, " is empty"));
+  return numbers;
+}
+
+struct Result {
+  StepShape shape;
+  StepTimes times;
+  Cost target, drafter;
+  std::array<double, kParts> parts{};
+};
+
+void Print(const Result& r, bool parts) {
+  const double floor = r.target.us + r.drafter.us;
+  std::printf(
+      "rows %3ld batch %2ld context %6ld  step %8.1f us (%.1f .. %.1f)  floor %7.1f  ratio %.2f  | %.2f GB "
+      "weights, %.2f GB KV, %.1f GFLOP, %ld reductions | forward %.0f sample %.0f draft %.0f\n",
+      r.shape.rows, r.shape.batch, r.shape.context, r.times.wall_us, r.times.fastest_us, r.times.slowest_us,
+      floor, r.times.wall_us / floor, (r.target.weight_bytes + r.drafter.weight_bytes) * 1e-9,
+      (r.target.kv_bytes + r.drafter.kv_bytes) * 1e-9, (r.target.flop + r.drafter.flop) * 1e-9,
+      r.target.reductions + r.drafter.reductions, r.times.timings.forward_us(), r.times.timings.sample_us(),
+      r.times.timings.draft_us());
+  if (parts) {
+    std::printf("   ");
+    double sum = 0;
+    for (int p = 0; p < kParts; ++p) {
+      std::printf(" %s %.0f", PartName(static_cast<Part>(p)), r.parts[p]);
+      sum += r.parts[p];
+    }
+    std::printf("  sum %.0f us (events between parts lengthen them)\n", sum);
+  }
+  std::fflush(stdout);
+}
+
+std::string Json(const Result& r, bool parts) {
+  std::string text = absl::StrFormat(
+      "{\"rows\": %d, \"batch\": %d, \"context\": %d, \"draft\": %s, \"step_us\": %.1f, \"fastest_us\": "
+      "%.1f, "
+      "\"target_floor_us\": %.1f, \"drafter_floor_us\": %.1f, \"weight_bytes\": %.0f, \"kv_bytes\": %.0f, "
+      "\"flop\": %.4g, \"reductions\": %d, \"experts\": %.1f",
+      r.shape.rows, r.shape.batch, r.shape.context, r.shape.draft ? "true" : "false", r.times.wall_us,
+      r.times.fastest_us, r.target.us, r.drafter.us, r.target.weight_bytes + r.drafter.weight_bytes,
+      r.target.kv_bytes + r.drafter.kv_bytes, r.target.flop + r.drafter.flop,
+      r.target.reductions + r.drafter.reductions, r.target.experts);
+  if (parts) {
+    std::vector<std::string> entries;
+    for (int p = 0; p < kParts; ++p) {
+      entries.push_back(absl::StrFormat("\"%s\": %.1f", PartName(static_cast<Part>(p)), r.parts[p]));
+    }
+    text += ", \"parts_us\": {" + absl::StrJoin(entries, ", ") + "}";
+  }
+  return text + "}";
+}
+
+absl::Status Run() {
+  KDT_ASSIGN_OR_RETURN(const auto rows, Numbers("rows", absl::GetFlag(FLAGS_rows)));
+  KDT_ASSIGN_OR_RETURN(const auto contexts, Numbers("context", absl::GetFlag(FLAGS_context)));
+  KDT_ASSIGN_OR_RETURN(const auto batches, Numbers("batch", absl::GetFlag(FLAGS_batch)));
+  const std::string moe = absl::GetFlag(FLAGS_moe);
+  if (moe != "tensor" && moe != "expert")
+    return absl::InvalidArgumentError("--moe: neither tensor nor expert");
+  const bool parts = absl::GetFlag(FLAGS_parts);
+  const int steps = std::max(1, absl::GetFlag(FLAGS_steps)),
+            warm_up = std::max(0, absl::GetFlag(FLAGS_warm_up));
+
+  EngineOptions options;
+  options.model_dir = absl::GetFlag(FLAGS_config);
+  options.drafter_dir = absl::GetFlag(FLAGS_drafter);
+  options.random_weights = true;
+  options.rank = absl::GetFlag(FLAGS_rank);
+  options.tp = absl::GetFlag(FLAGS_tp);
+  options.moe_sharding = moe == "expert" ? MoeSharding::kExpert : MoeSharding::kTensor;
+  options.kv_dtype = kernels::DType::kBF16;
+  options.max_rows = absl::GetFlag(FLAGS_max_rows);
+  options.max_sequences = *std::max_element(batches.begin(), batches.end()) + 1;
+  const int64_t context = *std::max_element(contexts.begin(), contexts.end());
+  // Room for what the measured steps commit.
+  options.kv_slots = (options.max_sequences - 1) * (context + 64 * (warm_up + steps)) + options.max_rows;
+  KDT_ASSIGN_OR_RETURN(const ModelConfig config, ModelConfig::Load(options.model_dir));
+  const bool drafts = !options.drafter_dir.empty();
+  DrafterConfig drafter;
+  if (drafts) {
+    KDT_ASSIGN_OR_RETURN(drafter, DrafterConfig::Load(options.drafter_dir));
+  }
+
+  KDT_ASSIGN_OR_RETURN(const auto device, kernels::MakeCudaBackend({}));
+  PartClock clock(static_cast<cudaStream_t>(device->stream()));
+  const auto backend = MakePartBackend(device.get(), &clock);
+  double start = Seconds();
+  uint64_t bytes = 0;
+  KDT_ASSIGN_OR_RETURN(const auto engine, Engine::Load(options, backend.get(),
+                                                       [&](uint64_t, uint64_t total) { bytes = total; }));
+  KDT_RETURN_IF_ERROR(backend->Synchronize());
+  const double load_s = Seconds() - start;
+  const double weights_gib = static_cast<double>(bytes) / (1 << 30);
+  std::printf(
+      "%s: %.2f GiB of weights in %.1f s with the KV pool of %ld slots; %.1f GiB of the device in use\n",
+      backend->device_name().c_str(), weights_gib, load_s, options.kv_slots,
+      backend->memory() ? static_cast<double>(backend->memory()->used_bytes) / (1 << 30) : 0.0);
+  std::fflush(stdout);
+
+  KDT_ASSIGN_OR_RETURN(const auto stand_in,
+                       MakeStandIn(device.get(), options.rank, options.tp, absl::GetFlag(FLAGS_reduce_us)));
+  const auto collective = MakePartCollective(stand_in.get(), &clock);
+  start = Seconds();
+  engine->StartEpoch(collective.get());
+  const double capture_s = Seconds() - start;
+  std::printf("start of an epoch, capture of all graphs included: %.2f s\n", capture_s);
+
+  StepBench bench(engine.get(), &clock);
+  Machine machine;
+  std::vector<Result> results;
+  for (const int64_t batch : batches) {
+    for (const int64_t c : contexts) {
+      for (const int64_t r : rows) {
+        if (r * batch > options.max_rows) continue;
+        Result result;
+        result.shape = {r, batch, c, drafts, 0, 0};
+        const int64_t local = config.vocab_size / options.tp;
+        result.shape.token_begin = options.rank * local;  // the others' embeddings are zero
+        result.shape.token_end = result.shape.token_begin + local;
+        KDT_ASSIGN_OR_RETURN(result.times, bench.Measure(result.shape, warm_up, steps));
+        const Load load{options.tp, options.moe_sharding, r * batch, batch, c};
+        result.target = TargetCost(config, load, machine);
+        if (drafts) result.drafter = DrafterCost(drafter, config, load, machine);
+        Print(result, false);
+        results.push_back(result);
+      }
+    }
+  }
+  if (parts) {
+    clock.Enable(true);
+    engine->StartEpoch(collective.get());
+    bench.Restart();
+    for (Result& result : results) {
+      KDT_ASSIGN_OR_RETURN(result.parts, bench.MeasureParts(result.shape, 2, 7));
+      Print(result, true);
+    }
+  }
+  if (absl::GetFlag(FLAGS_json).empty()) return absl::OkStatus();
+  std::ofstream file(absl::GetFlag(FLAGS_json));
+  file << absl::StrFormat(
+      "{\"device\": \"%s\", \"moe\": \"%s\", \"tp\": %d, \"weights_gib\": %.3f, \"load_s\": %.2f, "
+      "\"epoch_start_s\": %.3f, \"reduce_us\": %.1f, \"results\": [\n",
+      backend->device_name(), moe, options.tp, weights_gib, load_s, capture_s,
+      absl::GetFlag(FLAGS_reduce_us));
+  for (size_t i = 0; i < results.size(); ++i) {
+    file << "  " << Json(results[i], parts) << (i + 1 < results.size() ? ",\n" : "\n");
+  }
+  file << "]}\n";
+  return file ? absl::OkStatus() : absl::InternalError("--json: cannot write");
+}
+
+}  // namespace
+}  // namespace kdt::bench
+
+int main(int argc, char** argv) {
+  kdt::ParseFlags(argc, argv, "kdt-rank-bench [--rows LIST] [--context LIST] [--batch LIST]");
+  const absl::Status status = kdt::bench::Run();
+  if (!status.ok()) std::fprintf(stderr, "kdt-rank-bench: %s\n", std::string(status.message()).c_str());
+  return status.ok() ? 0 : 1;
+}

@@ -1,0 +1,148 @@
+#include "tests/bench/rank_bench/part_backend.h"
+
+#include <string>
+#include <utility>
+
+#include "common/status.h"
+
+namespace kdt::bench {
+namespace {
+
+using kernels::Graph;
+
+class MarkedGraph final : public Graph {
+ public:
+  MarkedGraph(std::unique_ptr<Graph> inner, PartClock* clock, std::vector<std::pair<Part, cudaEvent_t>> marks)
+      : inner_(std::move(inner)), clock_(clock), marks_(std::move(marks)) {}
+  absl::Status Replay() override {
+    if (!marks_.empty()) clock_->Replay(&marks_);
+    return inner_->Replay();
+  }
+  int64_t nodes() const override { return inner_->nodes(); }
+  const std::vector<kernels::KernelUse>& kernel_uses() const override { return inner_->kernel_uses(); }
+
+ private:
+  std::unique_ptr<Graph> inner_;
+  PartClock* clock_;
+  std::vector<std::pair<Part, cudaEvent_t>> marks_;
+};
+
+class PartBackend final : public kernels::Backend {
+ public:
+  PartBackend(kernels::Backend* inner, PartClock* clock) : inner_(inner), clock_(clock) {}
+
+  std::string name() const override { return inner_->name(); }
+  std::string device_name() const override { return inner_->device_name(); }
+  kernels::DeviceFacts facts() const override { return inner_->facts(); }
+  std::optional<kernels::DeviceMemory> memory() const override { return inner_->memory(); }
+  kernels::DType activation_dtype() const override { return inner_->activation_dtype(); }
+  absl::StatusOr<void*> Allocate(size_t bytes) override { return inner_->Allocate(bytes); }
+  void Free(void* data) override { inner_->Free(data); }
+  absl::Status Upload(void* device, const void* host, size_t bytes) override {
+    return inner_->Upload(device, host, bytes);
+  }
+  absl::Status Download(void* host, const void* device, size_t bytes) override {
+    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kNone));
+    return inner_->Download(host, device, bytes);
+  }
+  absl::Status Synchronize() override {
+    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kNone));
+    return inner_->Synchronize();
+  }
+  absl::StatusOr<void*> AllocateHost(size_t bytes) override { return inner_->AllocateHost(bytes); }
+  void FreeHost(void* data) override { inner_->FreeHost(data); }
+  absl::Status UploadAsync(void* device, const void* pinned, size_t bytes) override {
+    return inner_->UploadAsync(device, pinned, bytes);
+  }
+  absl::Status DownloadAsync(void* pinned, const void* device, size_t bytes) override {
+    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kNone));
+    return inner_->DownloadAsync(pinned, device, bytes);
+  }
+  bool can_capture() const override { return inner_->can_capture(); }
+  absl::StatusOr<std::unique_ptr<Graph>> Capture(absl::FunctionRef<absl::Status()> record) override {
+    clock_->BeginGraph();
+    auto graph = inner_->Capture([&]() -> absl::Status {
+      KDT_RETURN_IF_ERROR(record());
+      return clock_->Enter(Part::kNone);
+    });
+    auto marks = clock_->EndGraph();
+    if (!graph.ok()) return graph.status();
+    return std::make_unique<MarkedGraph>(*std::move(graph), clock_, std::move(marks));
+  }
+  void* stream() const override { return inner_->stream(); }
+  void Seal(bool sealed) override { inner_->Seal(sealed); }
+  kernels::BackendStats stats() const override { return inner_->stats(); }
+
+#define KDT_PART_OP(op, part)                               \
+  absl::Status op(const kernels::op##Args& args) override { \
+    KDT_RETURN_IF_ERROR(clock_->Enter(part));               \
+    return inner_->op(args);                                \
+  }
+  KDT_PART_OP(Embedding, Part::kSmall)
+  KDT_PART_OP(RmsNorm, Part::kSmall)
+  KDT_PART_OP(Add, Part::kSmall)
+  KDT_PART_OP(Rope, Part::kSmall)
+  KDT_PART_OP(Gemm, Part::kGemm)
+  KDT_PART_OP(SiluMul, Part::kSmall)
+  KDT_PART_OP(AbsorbQuery, Part::kAbsorb)
+  KDT_PART_OP(AbsorbValue, Part::kAbsorb)
+  KDT_PART_OP(KvWrite, Part::kSmall)
+  KDT_PART_OP(KvMove, Part::kSmall)
+  KDT_PART_OP(VerifyAttention, Part::kAttention)
+  KDT_PART_OP(Compare, Part::kNone)
+  KDT_PART_OP(DraftAttention, Part::kDraft)
+  KDT_PART_OP(MlaPrepare, Part::kSmall)
+  KDT_PART_OP(Router, Part::kRouter)
+  KDT_PART_OP(Moe, Part::kMoe)
+  KDT_PART_OP(LogitsTopK, Part::kSampling)
+  KDT_PART_OP(GumbelArgmax, Part::kSampling)
+  KDT_PART_OP(TreeWalk, Part::kSampling)
+#undef KDT_PART_OP
+  absl::Status VerifyAttentionReference(const kernels::VerifyAttentionArgs& args) override {
+    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kNone));
+    return inner_->VerifyAttentionReference(args);
+  }
+
+ private:
+  kernels::Backend* inner_;
+  PartClock* clock_;
+};
+
+class PartCollective final : public Collective {
+ public:
+  PartCollective(Collective* inner, PartClock* clock) : inner_(inner), clock_(clock) {}
+  std::string name() const override { return inner_->name(); }
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  absl::Status AllReduceSum(const kernels::Tensor& x) override {
+    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kCollective));
+    return inner_->AllReduceSum(x);
+  }
+  absl::Status AllGather(const void* in, size_t bytes, void* out) override {
+    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kCollective));
+    return inner_->AllGather(in, bytes, out);
+  }
+  absl::Status Broadcast(void* data, size_t bytes, int root) override {
+    return inner_->Broadcast(data, bytes, root);
+  }
+  absl::Status Finish(kernels::Backend& backend) override { return inner_->Finish(backend); }
+  absl::Status Probe() override { return inner_->Probe(); }
+  void SetDeadline(absl::Time deadline) override { inner_->SetDeadline(deadline); }
+  void Abort() override { inner_->Abort(); }
+  int64_t wait_ns() const override { return inner_->wait_ns(); }
+
+ private:
+  Collective* inner_;
+  PartClock* clock_;
+};
+
+}  // namespace
+
+std::unique_ptr<kernels::Backend> MakePartBackend(kernels::Backend* inner, PartClock* clock) {
+  return std::make_unique<PartBackend>(inner, clock);
+}
+std::unique_ptr<Collective> MakePartCollective(Collective* inner, PartClock* clock) {
+  return std::make_unique<PartCollective>(inner, clock);
+}
+
+}  // namespace kdt::bench

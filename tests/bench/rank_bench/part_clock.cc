@@ -1,0 +1,99 @@
+#include "tests/bench/rank_bench/part_clock.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+
+namespace kdt::bench {
+namespace {
+
+absl::Status State(cudaError_t error, const char* call) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat(call, ": ", cudaGetErrorString(error)));
+}
+
+absl::Status Add(const std::vector<std::pair<Part, cudaEvent_t>>& marks,
+                 std::array<double, kParts>* microseconds) {
+  for (size_t i = 0; i + 1 < marks.size(); ++i) {
+    if (marks[i].first == Part::kNone) continue;
+    float milliseconds = 0;
+    KDT_RETURN_IF_ERROR(State(cudaEventElapsedTime(&milliseconds, marks[i].second, marks[i + 1].second),
+                              "cudaEventElapsedTime"));
+    (*microseconds)[static_cast<int>(marks[i].first)] += milliseconds * 1e3;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+const char* PartName(Part part) {
+  constexpr const char* kNames[] = {"attention", "absorb",     "moe",      "router", "gemm",
+                                    "small",     "collective", "sampling", "draft"};
+  return kNames[static_cast<int>(part)];
+}
+
+PartClock::~PartClock() {
+  for (cudaEvent_t event : all_) (void)cudaEventDestroy(event);
+}
+
+absl::Status PartClock::Mark(Part part) {
+  cudaEvent_t event = nullptr;
+  if (!capturing_ && !spare_.empty()) {
+    event = spare_.back();
+    spare_.pop_back();
+  } else {
+    KDT_RETURN_IF_ERROR(State(cudaEventCreate(&event), "cudaEventCreate"));
+    all_.push_back(event);
+  }
+  (capturing_ ? graph_ : step_).emplace_back(part, event);
+  // In a capture an external record becomes a node of the graph that records at every replay.
+  return State(
+      cudaEventRecordWithFlags(event, stream_, capturing_ ? cudaEventRecordExternal : cudaEventRecordDefault),
+      "cudaEventRecord");
+}
+
+absl::Status PartClock::Enter(Part part) {
+  if (!enabled_) return absl::OkStatus();
+  if (!capturing_ && part != Part::kNone) {
+    drafting_ |= sampled_ && part != Part::kSampling && part != Part::kCollective;
+    sampled_ |= part == Part::kSampling;
+    if (drafting_) part = Part::kDraft;
+  }
+  if (part == current_) return absl::OkStatus();
+  current_ = part;
+  return Mark(part);
+}
+
+void PartClock::BeginGraph() {
+  capturing_ = true;
+  current_ = Part::kNone;
+  graph_.clear();
+}
+
+PartClock::Marks PartClock::EndGraph() {
+  capturing_ = false;
+  current_ = Part::kNone;
+  const bool drafts =
+      std::any_of(graph_.begin(), graph_.end(), [](const auto& mark) { return mark.first == Part::kDraft; });
+  for (auto& [part, event] : graph_) {
+    if (drafts && part != Part::kNone) part = Part::kDraft;
+  }
+  return std::exchange(graph_, {});
+}
+
+void PartClock::Replay(const Marks* marks) { sequence_.push_back(marks); }
+
+absl::Status PartClock::Collect(std::array<double, kParts>* microseconds) {
+  microseconds->fill(0);
+  for (const Marks* marks : sequence_) KDT_RETURN_IF_ERROR(Add(*marks, microseconds));
+  KDT_RETURN_IF_ERROR(Add(step_, microseconds));
+  sequence_.clear();
+  for (const auto& mark : step_) spare_.push_back(mark.second);
+  step_.clear();
+  current_ = Part::kNone;
+  return absl::OkStatus();
+}
+
+}  // namespace kdt::bench

@@ -1,0 +1,91 @@
+#include "tests/bench/rank_bench/step_bench.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+
+namespace kdt::bench {
+namespace {
+
+constexpr uint32_t kDraftTopK = 16;
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+}  // namespace
+
+absl::Status StepBench::Begin(const StepShape& shape) {
+  // A step of its own drops what was there before.
+  v1::StepRequest request;
+  request.set_step(++step_);
+  for (uint64_t id = first_id_; id < last_id_; ++id) request.add_ops()->mutable_free()->set_sequence_id(id);
+  KDT_RETURN_IF_ERROR(engine_->Step(request, &response_));
+  first_id_ = last_id_;
+  starts_.assign(shape.batch, static_cast<uint32_t>(shape.context));
+  for (int64_t s = 0; s < shape.batch; ++s) {
+    KDT_RETURN_IF_ERROR(engine_->AssumeSequence(last_id_++, shape.context));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StepBench::Step(const StepShape& shape) {
+  v1::StepRequest request;
+  request.set_step(++step_);
+  for (int64_t s = 0; s < shape.batch; ++s) {
+    v1::TreeVerify* tree = request.add_verify();
+    tree->set_sequence_id(first_id_ + s);
+    tree->set_start(starts_[s]);
+    if (shape.draft) tree->set_draft_top_k(kDraftTopK);
+    for (int64_t n = 0; n < shape.rows; ++n) {
+      random_ = random_ * 1664525u + 1013904223u;
+      tree->add_tokens(
+          static_cast<uint32_t>(shape.token_begin + (random_ >> 8) % (shape.token_end - shape.token_begin)));
+      if (n > 0) tree->add_parents(static_cast<uint32_t>((n - 1) / 2));
+    }
+  }
+  clock_->BeginStep();
+  KDT_RETURN_IF_ERROR(engine_->Step(request, &response_));
+  for (const v1::SequenceResult& result : response_.results()) {
+    if (!result.error().empty()) return absl::InternalError(result.error());
+    starts_[result.sequence_id() - first_id_] += 1 + result.accepted_nodes_size();
+  }
+  // Only rank 0 tells; elsewhere the lengths follow from its answer, which the group's harness passes on.
+  return absl::OkStatus();
+}
+
+absl::StatusOr<StepTimes> StepBench::Measure(const StepShape& shape, int warm_up, int steps) {
+  KDT_RETURN_IF_ERROR(Begin(shape));
+  std::vector<std::pair<double, v1::StepTimings>> all;
+  for (int i = 0; i < warm_up + steps; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    KDT_RETURN_IF_ERROR(Step(shape));
+    const std::chrono::duration<double, std::micro> time = std::chrono::steady_clock::now() - start;
+    if (i >= warm_up) all.emplace_back(time.count(), response_.timings());
+  }
+  std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  const auto& median = all[all.size() / 2];
+  return StepTimes{median.first, all.front().first, all.back().first, median.second,
+                   response_.expert_imbalance()};
+}
+
+absl::StatusOr<std::array<double, kParts>> StepBench::MeasureParts(const StepShape& shape, int warm_up,
+                                                                   int steps) {
+  KDT_RETURN_IF_ERROR(Begin(shape));
+  std::array<std::vector<double>, kParts> all;
+  std::array<double, kParts> parts{};
+  for (int i = 0; i < warm_up + steps; ++i) {
+    KDT_RETURN_IF_ERROR(Step(shape));
+    KDT_RETURN_IF_ERROR(clock_->Collect(&parts));
+    for (int p = 0; p < kParts && i >= warm_up; ++p) all[p].push_back(parts[p]);
+  }
+  for (int p = 0; p < kParts; ++p) parts[p] = Median(all[p]);
+  return parts;
+}
+
+}  // namespace kdt::bench
