@@ -8,6 +8,8 @@ set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 option(KDT_BUILD_TESTS "Build the tests and benchmarks" ON)
 set(KDT_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO (when nvcc is found), ON, OFF")
 set_property(CACHE KDT_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(KDT_NCCL AUTO CACHE STRING "Build NCCL collectives into the CUDA worker: AUTO (when nccl.h is found), ON, OFF")
+set_property(CACHE KDT_NCCL PROPERTY STRINGS AUTO ON OFF)
 set(KDT_SANITIZE "" CACHE STRING "Comma-separated list for -fsanitize= (address,undefined or thread)")
 
 if(NOT CMAKE_BUILD_TYPE)

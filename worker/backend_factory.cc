@@ -1,5 +1,7 @@
 #include "worker/backend_factory.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #ifdef KDT_HAVE_CUDA
 #include "kdt/kernels/cuda_backend.h"
@@ -16,10 +18,14 @@ constexpr char kBackends[] = "cpu";
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<kernels::Backend>> MakeBackend(const std::string& name, int threads) {
-  if (name == "cpu") return kernels::MakeCpuBackend(threads);
+absl::StatusOr<std::unique_ptr<kernels::Backend>> MakeBackend(const std::string& name,
+                                                              const BackendOptions& options) {
+  if (name == "cpu") return kernels::MakeCpuBackend(options.threads);
 #ifdef KDT_HAVE_CUDA
-  if (name == "cuda") return kernels::MakeCudaBackend({});
+  if (name == "cuda") {
+    const int devices = std::max(kernels::CudaDevices(), 1);
+    return kernels::MakeCudaBackend({options.device < 0 ? options.rank % devices : options.device});
+  }
 #endif
   return absl::InvalidArgumentError(absl::StrCat("--backend: \"", name, "\" is not one of: ", kBackends));
 }

@@ -20,6 +20,7 @@
 #include "common/log.h"
 #include "common/metrics.h"
 #include "worker/backend_factory.h"
+#include "worker/collective/factory.h"
 #include "worker/engine/engine.h"
 #include "worker/service/engine_thread.h"
 #include "worker/service/metrics.h"
@@ -32,6 +33,10 @@ ABSL_FLAG(double, draft_rope_factor, 0, "drafter's rope attention factor; 0: wha
 ABSL_FLAG(int, rank, 0, "this worker's rank, 0 .. tp - 1");
 ABSL_FLAG(int, tp, 1, "tensor-parallel size");
 ABSL_FLAG(std::string, backend, "cpu", "device to run on");
+ABSL_FLAG(int, device, -1, "GPU to run on (cuda); -1: the rank modulo the number of GPUs");
+ABSL_FLAG(
+    std::string, collective, "auto",
+    "how ranks sum: auto; shm (cpu); ipc or nccl (cuda), where auto takes the faster one for each size");
 ABSL_FLAG(int, threads, 1, "compute threads (cpu)");
 ABSL_FLAG(std::string, listen, "127.0.0.1:0",
           "HOST:PORT or unix:PATH of the coordinator's side; port 0 takes a free one");
@@ -60,7 +65,6 @@ namespace {
 constexpr int64_t kProgressEveryMicros = 1000000;
 // How long a worker whose checkpoint cannot be loaded stays to tell the coordinator why.
 constexpr std::chrono::milliseconds kTellLoadError{1500};
-constexpr size_t kCollectiveBufferBytes = 1 << 20;
 // How long the end waits for the step in progress, and for its answer to leave.
 constexpr absl::Duration kDrainTimeout = absl::Seconds(3);
 constexpr std::chrono::milliseconds kAnswerGrace{100};
@@ -103,6 +107,7 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
   for (const absl::Status& status :
        {check("tp", options.tp, 1, 64), check("rank", options.rank, 0, options.tp - 1),
         check("threads", absl::GetFlag(FLAGS_threads), 1, 1024),
+        check("device", absl::GetFlag(FLAGS_device), -1, 1023),
         check("kv_slots", options.kv_slots, 0, INT32_MAX - 1),
         check("kv_bytes", options.kv_bytes, 1 << 16, int64_t{1} << 46),
         check("max_rows", options.max_rows, 1, 65536),
@@ -123,14 +128,6 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
     return absl::InvalidArgumentError(absl::StrCat("--kv_dtype: \"", kv_dtype, "\" is neither f32 nor bf16"));
   }
   return options;
-}
-
-absl::StatusOr<std::unique_ptr<Collective>> MakeCollective(const v1::JoinGroupRequest& request,
-                                                           const std::atomic<bool>* cancelled) {
-  if (request.tp() == 1) return MakeLocalCollective();
-  return MakeShmCollective(request.collective_id(), static_cast<int>(request.rank()),
-                           static_cast<int>(request.tp()), kCollectiveBufferBytes,
-                           absl::Milliseconds(request.timeout_ms()), cancelled);
 }
 
 absl::StatusOr<std::unique_ptr<Engine>> LoadWithProgress(const EngineOptions& options,
@@ -176,7 +173,11 @@ int Run() {
   const absl::Status allowed =
       CheckGroupAddress(*listen, "--listen", tls->has_value(), InsecureGroupAllowed());
   if (!allowed.ok()) return Fail(allowed.message());
-  auto backend = MakeBackend(absl::GetFlag(FLAGS_backend), absl::GetFlag(FLAGS_threads));
+  const auto kind = ParseCollectiveKind(absl::GetFlag(FLAGS_collective), absl::GetFlag(FLAGS_backend));
+  if (!kind.ok()) return Fail(kind.status().message());
+  auto backend =
+      MakeBackend(absl::GetFlag(FLAGS_backend),
+                  {absl::GetFlag(FLAGS_threads), absl::GetFlag(FLAGS_device), absl::GetFlag(FLAGS_rank)});
   if (!backend.ok()) return Fail(backend.status().message());
   const std::string kv_dtype = absl::GetFlag(FLAGS_kv_dtype);
   options->kv_dtype = kv_dtype.empty()    ? (*backend)->activation_dtype()
@@ -197,7 +198,13 @@ int Run() {
   }
 
   const Engine* loaded_engine = nullptr;  // set before the first step
-  EngineThread engine(identity.rank, identity.tp, MakeCollective,
+  const auto make_collective = [&](const v1::JoinGroupRequest& request, const std::atomic<bool>* cancelled) {
+    return MakeCollective(
+        {request.collective_id(), static_cast<int>(request.rank()), static_cast<int>(request.tp()),
+         absl::Milliseconds(request.timeout_ms()), cancelled},
+        *kind, **backend);
+  };
+  EngineThread engine(identity.rank, identity.tp, make_collective,
                       [&](const v1::StepRequest& request, const v1::StepResponse& response) {
                         metrics.Observe(request, response);
                         if (loaded_engine != nullptr) metrics.SetStats(loaded_engine->stats());

@@ -43,6 +43,7 @@ class CudaBackend final : public Backend {
                                                         ", this build has code for sm_90 and sm_120"));
     }
     auto backend = std::make_unique<CudaBackend>();
+    backend->device_ = options.device;
     backend->device_name_ = properties.name;
     backend->facts_ = {absl::StrCat("sm_", arch), Uuid(properties.uuid),
                        absl::StrFormat("%08X:%02X:%02X.0", properties.pciDomainID, properties.pciBusID,
@@ -71,13 +72,17 @@ class CudaBackend final : public Backend {
   std::string device_name() const override { return device_name_; }
   DeviceFacts facts() const override { return facts_; }
   std::optional<DeviceMemory> memory() const override {
+    Bind();
     size_t free = 0, total = 0;
     if (cudaMemGetInfo(&free, &total) != cudaSuccess) return std::nullopt;
     return DeviceMemory{total - free, total};
   }
   DType activation_dtype() const override { return DType::kBF16; }
 
-  absl::StatusOr<void*> Allocate(size_t bytes) override { return memory_.Allocate(bytes); }
+  absl::StatusOr<void*> Allocate(size_t bytes) override {
+    Bind();
+    return memory_.Allocate(bytes);
+  }
   void Free(void* data) override { memory_.Free(data); }
   absl::StatusOr<void*> AllocateHost(size_t bytes) override { return memory_.AllocateHost(bytes); }
   void FreeHost(void* data) override { memory_.FreeHost(data); }
@@ -97,6 +102,7 @@ class CudaBackend final : public Backend {
 
   bool can_capture() const override { return true; }
   absl::StatusOr<std::unique_ptr<Graph>> Capture(absl::FunctionRef<absl::Status()> record) override {
+    Bind();
     capturing_ = true;
     absl::StatusOr<std::unique_ptr<Graph>> graph =
         cuda::CaptureGraph(launch_.stream, record, &memory_.stats().replays);
@@ -147,8 +153,15 @@ class CudaBackend final : public Backend {
   absl::Status TreeWalk(const TreeWalkArgs& args) override { return Do("tree_walk", cuda::TreeWalk, args); }
 
  private:
+  // What a thread allocates and launches goes to the device it is bound to, which is the first one at its start.
+  void Bind() const {
+    thread_local int bound = -1;
+    if (bound != device_ && cudaSetDevice(device_) == cudaSuccess) bound = device_;
+  }
+
   template <typename Args>
   absl::Status Do(const char* op, cudaError_t (*run)(const cuda::Launch&, const Args&), const Args& args) {
+    Bind();
     cudaError_t error = run(launch_, args);
     // A call that may not be captured spoils the whole capture: the op that made it is named here.
     if (error == cudaSuccess && capturing_) {
@@ -171,11 +184,17 @@ class CudaBackend final : public Backend {
   cuda::Launch launch_{};
   cuda::Memory memory_;
   bool capturing_ = false;
+  int device_ = 0;
   std::string device_name_;
   DeviceFacts facts_;
 };
 
 }  // namespace
+
+int CudaDevices() {
+  int devices = 0;
+  return cudaGetDeviceCount(&devices) == cudaSuccess ? devices : 0;
+}
 
 absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const CudaBackendOptions& options) {
   return CudaBackend::Make(options);

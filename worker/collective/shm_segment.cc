@@ -68,6 +68,7 @@ struct ShmSegment::Header {
   alignas(64) std::atomic<uint64_t> left, late, dead;
   // Barriers each rank has come to, the rendezvous being the first: tells who is missing.
   std::atomic<uint32_t> mark[kMaxShmRanks];
+  std::atomic<uint32_t> progress[kMaxShmRanks];
   std::atomic<int32_t> pid[kMaxShmRanks];  // 0: has not joined
 };
 
@@ -264,6 +265,35 @@ absl::Status ShmSegment::Barrier(absl::Time deadline) {
   }
   wait_ns_.fetch_add(MonotonicNanos() - start, std::memory_order_relaxed);
   return status;
+}
+
+absl::Status ShmSegment::State() {
+  if (Cancelled()) Abort();
+  if ((header_->state.load(std::memory_order_acquire) & 1) != 0) return EndedStatus();
+  return absl::OkStatus();
+}
+
+void ShmSegment::SetProgress(uint32_t steps) {
+  header_->progress[rank_].store(steps, std::memory_order_release);
+}
+
+uint64_t ShmSegment::Behind(uint32_t steps) const {
+  uint64_t ranks = 0;
+  for (int rank = 0; rank < size_; ++rank) {
+    const uint32_t behind = steps - header_->progress[rank].load(std::memory_order_acquire);
+    if (static_cast<int32_t>(behind) > 0) ranks |= uint64_t{1} << rank;
+  }
+  return ranks;
+}
+
+void ShmSegment::FindDead() {
+  const uint64_t others = ~(uint64_t{1} << rank_);
+  if (const uint64_t ended = Ended(others); ended != 0) EndGroup(&header_->dead, ended);
+}
+
+absl::Status ShmSegment::EndLate(uint64_t ranks) {
+  EndGroup(&header_->late, ranks);
+  return EndedStatus();
 }
 
 void ShmSegment::Abort() {

@@ -37,6 +37,19 @@ class ShmSegment {
   // and every other rank gets an error too.
   absl::Status Barrier(absl::Time deadline);
   void Abort();
+
+  // For ranks that meet elsewhere, on GPUs, and come here only to learn how the group is.
+  // OK while the group lives, else the error that every Barrier gives.
+  absl::Status State();
+  // Tells the others how many steps this rank has come to; Behind: the ranks, as bits, that are not there
+  // yet.
+  void SetProgress(uint32_t steps);
+  uint64_t Behind(uint32_t steps) const;
+  // Ends the group if the process of a rank has ended.
+  void FindDead();
+  // Ends the group because of ranks (bits) that did not come in time; returns State().
+  absl::Status EndLate(uint64_t ranks);
+
   int64_t wait_ns() const { return wait_ns_.load(std::memory_order_relaxed); }
 
  private:

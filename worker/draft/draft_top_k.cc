@@ -31,6 +31,8 @@ absl::Status DraftTopK::Run(const Tensor& logits, int64_t k, Collective& collect
   KDT_RETURN_IF_ERROR(
       backend_->LogitsTopK({logits, shard_.Begin(vocab_size_), local, max_.as<float>(), sum_exp_.as<float>(),
                             bad_.as<uint8_t>(), ids_.as<int32_t>(), values_.as<float>()}));
+  // The reductions in front of the logits are over before the downloads wait without a deadline.
+  KDT_RETURN_IF_ERROR(collective.Finish(*backend_));
   host_max_.resize(rows);
   host_sum_.resize(rows);
   host_bad_.resize(rows);

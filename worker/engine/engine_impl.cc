@@ -100,7 +100,7 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
         KDT_RETURN_IF_ERROR(Draft(sequences));
       }
     }
-    KDT_RETURN_IF_ERROR(backend_->Synchronize());
+    KDT_RETURN_IF_ERROR(collective_->Finish(*backend_));
     last_step_ = request.step();
     UpdateDigest(sequences);
     Respond(sequences, response);

@@ -334,6 +334,7 @@ absl::Status Sampler::DrawFromWholeRow(const Tensor& logits, int64_t row, const 
   std::vector<float> values(vocab_size_);
   const float* mine = logits.Rows(row, 1).f32();
   KDT_RETURN_IF_ERROR(collective.AllGather(mine, vocab_local_ * sizeof(float), whole_row_.data()));
+  KDT_RETURN_IF_ERROR(collective.Finish(*backend_));
   KDT_RETURN_IF_ERROR(backend_->Download(values.data(), whole_row_.data(), vocab_size_ * sizeof(float)));
   std::vector<Candidate> best(vocab_size_);
   for (int64_t id = 0; id < vocab_size_; ++id) best[id] = {static_cast<int32_t>(id), values[id]};
@@ -372,6 +373,8 @@ absl::Status Sampler::Sample(const Tensor& logits, std::span<const SampleRow> ro
                              std::vector<SampledRow>* out) {
   KDT_CHECK(logits.rows == static_cast<int64_t>(rows.size()) && logits.cols == vocab_local_);
   out->assign(rows.size(), {});
+  // The reductions in front of the logits are over before anything waits for the device without a deadline.
+  KDT_RETURN_IF_ERROR(collective.Finish(*backend_));
   KDT_RETURN_IF_ERROR(RunTopK(
       logits, [&](int64_t i) { return std::max<int64_t>(0, std::min(rows[i].top, vocab_local_)); }, raw_));
   KDT_RETURN_IF_ERROR(EditLogits(logits, rows));

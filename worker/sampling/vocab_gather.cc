@@ -28,6 +28,7 @@ absl::StatusOr<std::span<const uint32_t>> WordGather::Gather(std::span<const uin
   host_.resize(words.size() * collective.size());
   KDT_RETURN_IF_ERROR(backend_->Upload(in_.data(), words.data(), bytes));
   KDT_RETURN_IF_ERROR(collective.AllGather(in_.data(), bytes, out_.data()));
+  KDT_RETURN_IF_ERROR(collective.Finish(*backend_));
   KDT_RETURN_IF_ERROR(backend_->Download(host_.data(), out_.data(), total));
   return std::span<const uint32_t>(host_);
 }

@@ -27,8 +27,8 @@
 
 namespace kdt::cuda {
 
-// Dynamic shared memory a kernel gets without asking.
-inline constexpr size_t kPlainDynamicShared = 48 * 1024;
+// Dynamic shared memory a kernel gets without asking: 48 KB less what it has of static shared memory.
+inline constexpr size_t kPlainDynamicShared = 32 * 1024;
 
 template <typename... Params, typename... Args>
 cudaError_t LaunchAfter(const Launch& launch, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared,

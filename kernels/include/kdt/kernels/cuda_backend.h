@@ -16,6 +16,9 @@ struct CudaBackendOptions {
   size_t workspace_bytes = size_t{512} << 20;
 };
 
+// Devices this process sees.
+int CudaDevices();
+
 // NOT_FOUND when there is no such device, FAILED_PRECONDITION when it is not one this build has code for.
 absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const CudaBackendOptions& options);
 

@@ -1,0 +1,362 @@
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <functional>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/status.h"
+#include "kernels/cuda/check.h"
+#include "tests/support/catch.h"
+#include "tests/worker/collective/cuda/rank_processes.h"
+#include "tests/worker/collective/cuda/sums.h"
+
+namespace kdt {
+namespace {
+
+using kernels::DType;
+
+std::string Text(const absl::Status& status) { return std::string(status.message()); }
+
+// Runs `test` in `ranks` processes that have formed a group, and checks that each of them found all well.
+// Where the machine cannot do it, says so.
+void CheckRanks(int ranks, const std::function<absl::Status(CudaCollective&)>& test) {
+  const Placement placement = PlacementFor(ranks);
+  if (!placement.possible) {
+    WARN("skipped with " << ranks << " ranks: " << placement.reason);
+    return;
+  }
+  const auto told = RunRanks(ranks, placement.own_gpu, CollectiveKind::kIpc, [&](const RankSetup& setup) {
+    auto collective = CudaCollective::Make(setup.options);
+    if (!collective.ok()) return Text(collective.status());
+    (*collective)->SetDeadline(absl::Now() + absl::Seconds(30));
+    absl::Status status = test(**collective);
+    // Nobody leaves while others are still at it.
+    if (status.ok()) status = (*collective)->exchange().Agree(absl::OkStatus());
+    return Text(status);
+  });
+  for (int rank = 0; rank < ranks; ++rank) {
+    INFO(ranks << " ranks, rank " << rank);
+    CHECK(told[static_cast<size_t>(rank)] == "");
+  }
+}
+
+// Device and page-locked memory of one test.
+struct Memory {
+  char* device = nullptr;
+  char* host = nullptr;
+  absl::Status Make(size_t bytes) {
+    KDT_CUDA_RETURN_IF_ERROR(cudaMalloc(reinterpret_cast<void**>(&device), bytes));
+    return KDT_CUDA_STATUS(cudaHostAlloc(reinterpret_cast<void**>(&host), bytes, cudaHostAllocDefault));
+  }
+  ~Memory() {
+    if (device != nullptr) (void)cudaFree(device);
+    if (host != nullptr) (void)cudaFreeHost(host);
+  }
+};
+
+absl::Status Same(const char* got, const std::vector<char>& expected, const std::string& what) {
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (got[i] != expected[i]) return absl::InternalError(absl::StrCat(what, ": byte ", i, " is wrong"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckSum(CudaCollective& collective, Memory& memory, ReduceMethod method, DType type,
+                      int64_t count, uint32_t salt) {
+  const std::vector<char> mine = RankValues(collective.rank(), type, count, salt);
+  KDT_CUDA_RETURN_IF_ERROR(cudaMemcpy(memory.device, mine.data(), mine.size(), cudaMemcpyHostToDevice));
+  KDT_RETURN_IF_ERROR(collective.ReduceBy(method, kernels::MakeTensor(memory.device, type, 1, count)));
+  KDT_RETURN_IF_ERROR(collective.FinishStream());
+  KDT_CUDA_RETURN_IF_ERROR(cudaMemcpy(memory.host, memory.device, mine.size(), cudaMemcpyDeviceToHost));
+  return Same(
+      memory.host, SumOfRanks(collective.size(), type, count, salt),
+      absl::StrCat(ReduceMethodName(method), " of ", count, " values of type ", static_cast<int>(type)));
+}
+
+// A group of which rank 1 does something else; what the others find must satisfy `check`.
+void CheckLoss(
+    int ranks,
+    const std::function<std::string(CudaCollective&, const std::function<absl::Status()>& step)>& body,
+    const std::function<void(const std::vector<std::string>&)>& check) {
+  const Placement placement = PlacementFor(ranks);
+  if (!placement.possible) {
+    WARN("skipped with " << ranks << " ranks: " << placement.reason);
+    return;
+  }
+  check(RunRanks(ranks, placement.own_gpu, CollectiveKind::kIpc, [&](const RankSetup& setup) {
+    auto collective = CudaCollective::Make(setup.options);
+    if (!collective.ok()) return Text(collective.status());
+    Memory memory;
+    if (!memory.Make(1 << 20).ok()) return std::string("no memory");
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    (void)cudaStreamBeginCapture(setup.options.stream, cudaStreamCaptureModeThreadLocal);
+    for (int i = 0; i < 20; ++i) {
+      const auto x = kernels::MakeTensor(memory.device, DType::kBF16, 1, 7168);
+      if (!(*collective)->AllReduceSum(x).ok()) return std::string("not queued");
+    }
+    (void)cudaStreamEndCapture(setup.options.stream, &graph);
+    if (cudaGraphInstantiate(&exec, graph, 0) != cudaSuccess) return std::string("not captured");
+    std::string told = body(**collective, [&]() -> absl::Status {
+      KDT_CUDA_RETURN_IF_ERROR(cudaGraphLaunch(exec, setup.options.stream));
+      return (*collective)->FinishStream();
+    });
+    (void)cudaGraphExecDestroy(exec);
+    (void)cudaGraphDestroy(graph);
+    return told;
+  }));
+}
+
+}  // namespace
+
+TEST_CASE("all-reduce over GPUs gives the float32 sum in rank order, in every bit, by both methods") {
+  for (const int ranks : {2, 3, 4, 8}) {
+    CheckRanks(ranks, [](CudaCollective& collective) -> absl::Status {
+      Memory memory;
+      KDT_RETURN_IF_ERROR(memory.Make(4 << 20));
+      uint32_t salt = 0;
+      for (const DType type : {DType::kF32, DType::kBF16}) {
+        // The largest are more than the group's buffer of 1 MiB.
+        for (const int64_t count : {1, 7, 8, 511, 4099, 7168, 100003, 600001}) {
+          for (const ReduceMethod method : {ReduceMethod::kOneShot, ReduceMethod::kTwoShot}) {
+            KDT_RETURN_IF_ERROR(CheckSum(collective, memory, method, type, count, ++salt));
+          }
+        }
+      }
+      return absl::OkStatus();
+    });
+  }
+}
+
+TEST_CASE("all-gather and broadcast over GPUs move every byte, at any size and alignment") {
+  for (const int ranks : {2, 8}) {
+    CheckRanks(ranks, [](CudaCollective& collective) -> absl::Status {
+      Memory in, out;
+      const size_t most = 1200016;
+      KDT_RETURN_IF_ERROR(in.Make(most));
+      KDT_RETURN_IF_ERROR(out.Make(most * static_cast<size_t>(collective.size())));
+      uint32_t salt = 100;
+      for (const size_t bytes : {size_t{1}, size_t{4}, size_t{16}, size_t{1000}, size_t{4801}, most}) {
+        ++salt;
+        const auto values = [&](int rank) {
+          std::vector<char> all = RankValues(rank, DType::kBF16, static_cast<int64_t>(bytes + 1) / 2, salt);
+          all.resize(bytes);
+          return all;
+        };
+        const std::vector<char> mine = values(collective.rank());
+        KDT_CUDA_RETURN_IF_ERROR(cudaMemcpy(in.device, mine.data(), bytes, cudaMemcpyHostToDevice));
+        KDT_RETURN_IF_ERROR(collective.AllGather(in.device, bytes, out.device));
+        KDT_RETURN_IF_ERROR(collective.FinishStream());
+        const size_t total = bytes * static_cast<size_t>(collective.size());
+        KDT_CUDA_RETURN_IF_ERROR(cudaMemcpy(out.host, out.device, total, cudaMemcpyDeviceToHost));
+        for (int rank = 0; rank < collective.size(); ++rank) {
+          KDT_RETURN_IF_ERROR(Same(out.host + static_cast<size_t>(rank) * bytes, values(rank),
+                                   absl::StrCat("all-gather of ", bytes, " bytes, rank ", rank)));
+        }
+        const int root = static_cast<int>(bytes) % collective.size();
+        KDT_RETURN_IF_ERROR(collective.Broadcast(in.device, bytes, root));
+        KDT_RETURN_IF_ERROR(collective.FinishStream());
+        KDT_CUDA_RETURN_IF_ERROR(cudaMemcpy(in.host, in.device, bytes, cudaMemcpyDeviceToHost));
+        KDT_RETURN_IF_ERROR(Same(in.host, values(root), absl::StrCat("broadcast of ", bytes, " bytes")));
+      }
+      return absl::OkStatus();
+    });
+  }
+}
+
+// Reductions right behind each other, a slow one in front of a fast one: where a rank may write its buffer
+// again before all have read it, this fails.
+TEST_CASE("ten thousand replays of a captured graph with changing data stay exact") {
+  constexpr int kReplays = 10000, kSets = 25;
+  struct Part {
+    ReduceMethod method;
+    int64_t count;
+  };
+  static constexpr Part kParts[] = {{ReduceMethod::kOneShot, 60000}, {ReduceMethod::kOneShot, 1000},
+                                    {ReduceMethod::kTwoShot, 30001}, {ReduceMethod::kOneShot, 7},
+                                    {ReduceMethod::kTwoShot, 999},   {ReduceMethod::kOneShot, 7168}};
+  for (const int ranks : {2, 8}) {
+    CheckRanks(ranks, [](CudaCollective& collective) -> absl::Status {
+      constexpr DType kType = DType::kBF16;
+      std::vector<std::vector<char>> ins(kSets), sums(kSets);
+      for (int set = 0; set < kSets; ++set) {
+        for (const Part& part : kParts) {
+          const auto salt = static_cast<uint32_t>(set * 100 + (&part - kParts));
+          const auto append = [](std::vector<char>& to, const std::vector<char>& from) {
+            to.insert(to.end(), from.begin(), from.end());
+            to.resize((to.size() + 255) / 256 * 256);
+          };
+          append(ins[set], RankValues(collective.rank(), kType, part.count, salt));
+          append(sums[set], SumOfRanks(collective.size(), kType, part.count, salt));
+        }
+      }
+      const size_t bytes = ins[0].size();
+      Memory memory;
+      KDT_RETURN_IF_ERROR(memory.Make(bytes));
+      cudaStream_t stream = collective.stream();
+      KDT_CUDA_RETURN_IF_ERROR(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+      KDT_CUDA_RETURN_IF_ERROR(
+          cudaMemcpyAsync(memory.device, memory.host, bytes, cudaMemcpyHostToDevice, stream));
+      size_t at = 0;
+      for (const Part& part : kParts) {
+        KDT_RETURN_IF_ERROR(
+            collective.ReduceBy(part.method, kernels::MakeTensor(memory.device + at, kType, 1, part.count)));
+        at = (at + static_cast<size_t>(part.count) * 2 + 255) / 256 * 256;
+      }
+      KDT_CUDA_RETURN_IF_ERROR(
+          cudaMemcpyAsync(memory.host, memory.device, bytes, cudaMemcpyDeviceToHost, stream));
+      cudaGraph_t graph = nullptr;
+      cudaGraphExec_t exec = nullptr;
+      KDT_CUDA_RETURN_IF_ERROR(cudaStreamEndCapture(stream, &graph));
+      KDT_CUDA_RETURN_IF_ERROR(cudaGraphInstantiate(&exec, graph, 0));
+      for (int replay = 0; replay < kReplays; ++replay) {
+        const auto set = static_cast<size_t>(replay % kSets);
+        std::memcpy(memory.host, ins[set].data(), bytes);
+        KDT_CUDA_RETURN_IF_ERROR(cudaGraphLaunch(exec, stream));
+        KDT_RETURN_IF_ERROR(collective.FinishStream());
+        if (std::memcmp(memory.host, sums[set].data(), bytes) == 0) continue;
+        return Same(memory.host, sums[set], absl::StrCat("replay ", replay));
+      }
+      KDT_CUDA_RETURN_IF_ERROR(cudaGraphExecDestroy(exec));
+      return KDT_CUDA_STATUS(cudaGraphDestroy(graph));
+    });
+  }
+}
+
+TEST_CASE("a rank killed between replays is named by all others") {
+  for (const int ranks : {2, 4}) {
+    CheckLoss(
+        ranks,
+        [](CudaCollective& collective, const auto& step) {
+          collective.SetDeadline(absl::Now() + absl::Seconds(30));
+          for (int i = 0;; ++i) {
+            if (collective.rank() == 1 && i == 50) raise(SIGKILL);
+            if (const absl::Status status = step(); !status.ok()) return status.ToString();
+          }
+        },
+        [ranks](const std::vector<std::string>& told) {
+          CHECK(told[1] == "killed");
+          for (int rank = 0; rank < ranks; ++rank) {
+            if (rank == 1) continue;
+            CHECK(told[static_cast<size_t>(rank)].find("UNAVAILABLE: rank 1 (process ") == 0);
+          }
+        });
+  }
+}
+
+TEST_CASE("a rank that does not come in time is named, and it learns why the group has ended") {
+  CheckLoss(
+      3,
+      [](CudaCollective& collective, const auto& step) {
+        for (int i = 0;; ++i) {
+          if (collective.rank() == 1 && i == 20) absl::SleepFor(absl::Milliseconds(1500));
+          collective.SetDeadline(absl::Now() + absl::Milliseconds(collective.rank() == 0 ? 300 : 20000));
+          if (const absl::Status status = step(); !status.ok()) return status.ToString();
+        }
+      },
+      [](const std::vector<std::string>& told) {
+        for (const std::string& text : told) CHECK(text == "DEADLINE_EXCEEDED: rank 1 did not come in time");
+      });
+}
+
+TEST_CASE("abort by another thread ends what waits on the device, on the other ranks too") {
+  CheckLoss(
+      2,
+      [](CudaCollective& collective, const auto& step) {
+        collective.SetDeadline(absl::Now() + absl::Seconds(30));
+        if (collective.rank() == 1) absl::SleepFor(absl::Milliseconds(500));
+        std::thread aborter([&] {
+          absl::SleepFor(absl::Milliseconds(100));
+          if (collective.rank() == 0) collective.Abort();
+        });
+        absl::Status status = step();
+        aborter.join();
+        if (!status.ok()) status = step();  // dead for good
+        return status.ToString();
+      },
+      [](const std::vector<std::string>& told) {
+        CHECK(told[0] == "CANCELLED: the epoch has ended");
+        CHECK(told[1] == "CANCELLED: rank 0 left the group");
+      });
+}
+
+TEST_CASE("a group of one gathers by a copy, and NCCL runs at world size one") {
+  const Placement placement = PlacementFor(1);
+  if (!placement.possible) {
+    WARN("skipped: " << placement.reason);
+    return;
+  }
+  for (const CollectiveKind kind : {CollectiveKind::kAuto, CollectiveKind::kNccl}) {
+    const auto told = RunRanks(1, true, kind, [](const RankSetup& setup) {
+      auto collective = CudaCollective::Make(setup.options);
+      if (!collective.ok()) return Text(collective.status());
+      const auto run = [&]() -> absl::Status {
+        Memory in, out;
+        KDT_RETURN_IF_ERROR(in.Make(4096));
+        KDT_RETURN_IF_ERROR(out.Make(4096));
+        const std::vector<char> values = RankValues(0, DType::kF32, 1024, 5);
+        KDT_CUDA_RETURN_IF_ERROR(cudaMemcpy(in.device, values.data(), 4096, cudaMemcpyHostToDevice));
+        KDT_RETURN_IF_ERROR(
+            (*collective)->AllReduceSum(kernels::MakeTensor(in.device, DType::kF32, 1, 1024)));
+        KDT_RETURN_IF_ERROR((*collective)->AllGather(in.device, 4096, out.device));
+        KDT_RETURN_IF_ERROR((*collective)->Broadcast(out.device, 4096, 0));
+        KDT_RETURN_IF_ERROR((*collective)->FinishStream());
+        KDT_CUDA_RETURN_IF_ERROR(cudaMemcpy(out.host, out.device, 4096, cudaMemcpyDeviceToHost));
+        return Same(out.host, values, "values");
+      };
+      return (*collective)->name() + " " + Text(run());
+    });
+    if (told[0].find("libnccl") != std::string::npos || told[0].find("KDT_NCCL") != std::string::npos) {
+      WARN("skipped: " << told[0]);
+    } else {
+      CHECK(told[0] == (kind == CollectiveKind::kAuto ? "local " : "nccl "));
+    }
+  }
+}
+
+TEST_CASE("two ranks on one GPU: nccl is refused by name, auto goes on without it") {
+  const Placement placement = PlacementFor(64);  // certainly on one GPU
+  if (!placement.possible) {
+    WARN("skipped: " << placement.reason);
+    return;
+  }
+  const auto make = [](const RankSetup& setup) {
+    auto collective = CudaCollective::Make(setup.options);
+    return collective.ok() ? (*collective)->name() : Text(collective.status());
+  };
+  for (const std::string& text : RunRanks(2, false, CollectiveKind::kNccl, make)) {
+    CHECK(text == "nccl: rank 0 and rank 1 are on one GPU, which NCCL does not do");
+  }
+  for (const std::string& text : RunRanks(2, false, CollectiveKind::kAuto, make)) CHECK(text == "ipc");
+}
+
+TEST_CASE("on GPUs of their own, ranks sum over NCCL too, and auto has both") {
+  const Placement placement = PlacementFor(2);
+  if (!placement.possible || !placement.own_gpu) {
+    WARN("skipped: one GPU");
+    return;
+  }
+  const auto told = RunRanks(2, true, CollectiveKind::kAuto, [](const RankSetup& setup) {
+    auto collective = CudaCollective::Make(setup.options);
+    if (!collective.ok()) return Text(collective.status());
+    (*collective)->SetDeadline(absl::Now() + absl::Seconds(30));
+    const auto run = [&]() -> absl::Status {
+      if (!(*collective)->Has(ReduceMethod::kNccl)) return absl::InternalError("no nccl");
+      Memory memory;
+      KDT_RETURN_IF_ERROR(memory.Make(4 << 20));
+      // Two values have one sum in either order.
+      for (const ReduceMethod method :
+           {ReduceMethod::kOneShot, ReduceMethod::kTwoShot, ReduceMethod::kNccl}) {
+        KDT_RETURN_IF_ERROR(CheckSum(**collective, memory, method, DType::kF32, 100003, 7));
+      }
+      return (*collective)->exchange().Agree(absl::OkStatus());
+    };
+    return Text(run());
+  });
+  for (const std::string& text : told) CHECK(text == "");
+}
+
+}  // namespace kdt

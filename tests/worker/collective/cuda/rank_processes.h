@@ -1,0 +1,32 @@
+// Ranks as processes that are forked before CUDA is touched: the test's own process never does.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "worker/collective/cuda/cuda_collective.h"
+
+namespace kdt {
+
+// Where the ranks of a test can run: each on a GPU of its own when there are enough, else all on GPU 0 under
+// an MPS daemon that this starts for the program's life. Not at all: `reason` says why.
+struct Placement {
+  bool possible = false;
+  bool own_gpu = false;
+  std::string reason;
+};
+Placement PlacementFor(int ranks);
+
+struct RankSetup {
+  int rank;
+  int size;
+  CudaCollectiveOptions options;  // with a stream of the rank's device
+};
+
+// Runs body in `ranks` processes; it returns what is to be told: "" when all is well. A process that is
+// killed tells "killed". None runs longer than a minute.
+std::vector<std::string> RunRanks(int ranks, bool own_gpu, CollectiveKind kind,
+                                  const std::function<std::string(const RankSetup&)>& body);
+
+}  // namespace kdt

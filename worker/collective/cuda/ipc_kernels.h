@@ -1,0 +1,69 @@
+// Kernels of the ipc collective: every rank's block of memory is mapped by all ranks, and each rank pulls
+// what it needs from the others' blocks. Queued on a stream, never allocating or synchronising, so they can
+// be captured.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kdt/kernels/tensor.h"
+
+namespace kdt::cuda {
+
+inline constexpr int kIpcMaxRanks = 16;
+inline constexpr int kIpcMaxBlocks = 32;
+
+// Stands at the start of the memory that a rank shows to the others. Words hold the number of the operation
+// that their writer (second index) has come to; only thread blocks of the same index meet (first index).
+struct IpcFlags {
+  uint32_t arrived[kIpcMaxBlocks][kIpcMaxRanks];  // has copied its values into its buffer
+  uint32_t reduced[kIpcMaxBlocks][kIpcMaxRanks];  // two-shot: has written its share of the sums
+};
+inline constexpr size_t kIpcFlagBytes = sizeof(IpcFlags);
+
+// Memory of this rank's device that nobody else sees.
+struct IpcLocal {
+  // The last operation's number. One word a block, all equal between two operations: a block reads its own
+  // and writes those that fall to it, so that no block of an operation sees another's write.
+  uint32_t ops[kIpcMaxBlocks];
+  uint32_t dead;               // not 0: an operation was given up, later ones do nothing
+  unsigned long long wait_ns;  // of block 0, for the other ranks
+};
+
+// Page-locked memory of this rank's host.
+struct IpcHost {
+  uint32_t abort;                  // host to device: leave
+  uint32_t missing[kIpcMaxRanks];  // device to host: operation number at which this rank was not there
+  unsigned long long wait_ns;      // IpcLocal's, written by all-gather and broadcast
+};
+
+// Kernel argument. A rank's block: IpcFlags, then two buffers of `buffer_bytes` (a multiple of 16).
+struct IpcPeers {
+  std::byte* blocks[kIpcMaxRanks];
+  IpcLocal* local;
+  IpcHost* host;  // as the device sees it
+  size_t buffer_bytes;
+  int rank;
+  int size;
+  int max_blocks;  // 1 .. kIpcMaxBlocks; the same on all ranks
+};
+
+// x = sum over ranks of x, in float32, in rank order. x: 16-byte aligned, count * type size <= buffer_bytes.
+cudaError_t IpcReduceOneShot(const IpcPeers& peers, void* x, kernels::DType type, int64_t count,
+                             cudaStream_t stream);
+cudaError_t IpcReduceTwoShot(const IpcPeers& peers, void* x, kernels::DType type, int64_t count,
+                             cudaStream_t stream);
+// out + r * stride = rank r's `bytes` at `in`. bytes <= buffer_bytes; any alignment.
+cudaError_t IpcGather(const IpcPeers& peers, const void* in, size_t bytes, void* out, size_t stride,
+                      cudaStream_t stream);
+// data = rank `root`'s. bytes <= buffer_bytes; any alignment.
+cudaError_t IpcBroadcast(const IpcPeers& peers, void* data, size_t bytes, int root, cudaStream_t stream);
+
+// For the test of a new group, without any waiting: writes `words` words that tell `from` and `to` apart at
+// `to`'s address, and counts in *wrong (device memory) those at `at` that are not what Fill(from, to) writes.
+cudaError_t IpcFill(uint32_t* at, int words, int from, int to, cudaStream_t stream);
+cudaError_t IpcCheck(const uint32_t* at, int words, int from, int to, uint32_t* wrong, cudaStream_t stream);
+
+}  // namespace kdt::cuda

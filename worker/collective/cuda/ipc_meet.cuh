@@ -1,0 +1,110 @@
+// Meeting of the ranks inside a kernel.
+//
+// Why one buffer for even and one for odd operations replaces a barrier at the end of an operation. Operation
+// k copies into buffer k mod 2, and the others read it there until their operation k has finished. The next
+// to write that buffer is operation k + 2 of its owner. It starts when the owner's operation k + 1 has
+// finished, so behind a meeting of k + 1; every other rank came to that meeting with its kernel k + 1, which
+// did so only behind griddepcontrol.wait, that is, when all blocks of its operation k had finished, and so
+// all their reads. This holds whatever the two operations are and however many blocks each has (at least
+// block 0 meets). It needs that griddepcontrol.wait reaches back over every kernel in between, which rule 2
+// of launch.cuh gives.
+//
+// Why the successor is allowed to start only behind the first meeting. Where several ranks share a GPU, the
+// blocks of a successor that has started and waits could fill it and keep another rank's operation from
+// starting, for which this one waits. Behind the meeting all ranks' blocks are there and need nobody who is
+// not.
+#pragma once
+
+#include "kernels/cuda/common/ptx.cuh"
+#include "worker/collective/cuda/ipc_kernels.h"
+
+namespace kdt::cuda {
+
+constexpr int kIpcThreads = 512;
+// Looks at a flag between two looks at the host's abort word, which cost a microsecond each.
+constexpr int kLooksPerAbortLook = 512;
+
+__device__ __forceinline__ void StoreRelease(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ uint32_t LoadAcquire(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+// Of memory that another GPU or process writes: past L1.
+__device__ __forceinline__ uint4 LoadPeer(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+__device__ __forceinline__ uint32_t LoadPeer(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ uint8_t LoadPeer(const uint8_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
+  return static_cast<uint8_t>(v);
+}
+__device__ __forceinline__ unsigned long long Nanos() {
+  unsigned long long t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+struct IpcOp {
+  uint32_t number;
+  size_t offset;  // of the operation's buffer in every rank's block
+};
+
+__device__ __forceinline__ IpcFlags* FlagsOf(const IpcPeers& peers, int rank) {
+  return reinterpret_cast<IpcFlags*>(peers.blocks[rank]);
+}
+
+// First in every kernel. What follows may not be moved in front of it.
+__device__ __forceinline__ IpcOp BeginOp(const IpcPeers& peers) {
+  WaitForPrevious();
+  const uint32_t number = peers.local->ops[blockIdx.x] + 1;
+  return {number, kIpcFlagBytes + (number & 1) * peers.buffer_bytes};
+}
+
+// Waits until this block of every rank is here; what they wrote before is visible behind it. False: the group
+// is dead, leave at once.
+__device__ __forceinline__ bool Meet(const IpcPeers& peers,
+                                     uint32_t (IpcFlags::*flags)[kIpcMaxBlocks][kIpcMaxRanks],
+                                     uint32_t number) {
+  const int peer = static_cast<int>(threadIdx.x);
+  const bool timed = blockIdx.x == 0 && threadIdx.x == 0;
+  bool dead = false;
+  unsigned long long start = 0;
+  __syncthreads();
+  if (timed) start = Nanos();
+  if (peer < peers.size && peer != peers.rank) {
+    StoreRelease(&(FlagsOf(peers, peer)->*flags)[blockIdx.x][peers.rank], number);
+    const uint32_t* flag = &(FlagsOf(peers, peers.rank)->*flags)[blockIdx.x][peer];
+    dead = peers.local->dead != 0;
+    // The difference, so that a number that has wrapped around does not matter. The other may be one ahead.
+    for (int looks = 1; !dead && static_cast<int32_t>(LoadAcquire(flag) - number) < 0; ++looks) {
+      if (looks % kLooksPerAbortLook != 0) continue;
+      if (*static_cast<volatile const uint32_t*>(&peers.host->abort) == 0) continue;
+      dead = true;
+      *static_cast<volatile uint32_t*>(&peers.host->missing[peer]) = number;
+      peers.local->dead = 1;
+    }
+  }
+  dead = __syncthreads_or(dead) != 0;
+  if (timed) peers.local->wait_ns += Nanos() - start;
+  return !dead;
+}
+
+// Behind the first meeting: the block has read its number, and the next operation may have its own.
+__device__ __forceinline__ void CountOp(const IpcPeers& peers, uint32_t number) {
+  const int i = static_cast<int>(blockIdx.x + threadIdx.x * gridDim.x);
+  if (i < kIpcMaxBlocks) peers.local->ops[i] = number;
+}
+
+}  // namespace kdt::cuda
