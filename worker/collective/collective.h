@@ -30,6 +30,13 @@ class Collective {
   // x: f32 or bf16 [rows, cols], stride == cols.
   virtual absl::Status AllReduceSum(const kernels::Tensor& x) = 0;
 
+  // AllReduceSum(norm.x), then the backend's RmsNorm(norm), which adds it to norm.residual: what stands behind
+  // every half of a layer. What norm.x holds afterwards is undefined, so that a group may do both in one kernel.
+  virtual absl::Status AllReduceNorm(kernels::Backend& backend, const kernels::RmsNormArgs& norm) {
+    const absl::Status status = AllReduceSum(norm.x);
+    return status.ok() ? backend.RmsNorm(norm) : status;
+  }
+
   // out = rank 0's `bytes`, rank 1's, ... (out holds size() * bytes). out and in may not overlap.
   virtual absl::Status AllGather(const void* in, size_t bytes, void* out) = 0;
 

@@ -80,23 +80,25 @@ absl::Status TargetForward::Run(const StepRows& rows, Collective& collective, co
   const Tensor normed = MakeTensor(normed_.data(), dtype, rows.rows, hidden);
 
   KDT_RETURN_IF_ERROR(Embed(rows.tokens, residual, collective));
-  for (int64_t l = 0; l < static_cast<int64_t>(weights_->layers.size()); ++l) {
+  const auto layers = static_cast<int64_t>(weights_->layers.size());
+  KDT_RETURN_IF_ERROR(backend_->RmsNorm({residual, {}, weights_->layers[0].input_norm, eps, normed}));
+  KDT_RETURN_IF_ERROR(hook(-1, residual));
+  for (int64_t l = 0; l < layers; ++l) {
     const TargetLayerWeights& layer = weights_->layers[l];
-    // The norm adds the layer before, so its output is complete only behind this.
-    if (l == 0) {
-      KDT_RETURN_IF_ERROR(backend_->RmsNorm({residual, {}, layer.input_norm, eps, normed}));
-    } else {
-      KDT_RETURN_IF_ERROR(backend_->RmsNorm({branch, residual, layer.input_norm, eps, normed}));
-    }
-    KDT_RETURN_IF_ERROR(hook(l - 1, residual));
     KDT_RETURN_IF_ERROR(Attention(l, rows, times));
-    KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
-    KDT_RETURN_IF_ERROR(backend_->RmsNorm({branch, residual, layer.post_norm, eps, normed}));
+    KDT_RETURN_IF_ERROR(collective.AllReduceNorm(*backend_, {branch, residual, layer.post_norm, eps, normed}));
     KDT_RETURN_IF_ERROR(Mlp(layer, rows.rows, times));
-    KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
+    // The layer's output is complete with the next one's first norm.
+    if (l + 1 < layers) {
+      KDT_RETURN_IF_ERROR(collective.AllReduceNorm(
+          *backend_, {branch, residual, weights_->layers[l + 1].input_norm, eps, normed}));
+    } else {
+      KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
+      KDT_RETURN_IF_ERROR(backend_->Add({branch, residual}));
+    }
+    KDT_RETURN_IF_ERROR(hook(l, residual));
   }
-  KDT_RETURN_IF_ERROR(backend_->Add({branch, residual}));
-  return hook(static_cast<int64_t>(weights_->layers.size()) - 1, residual);
+  return absl::OkStatus();
 }
 
 // normed -> branch (this rank's heads only).

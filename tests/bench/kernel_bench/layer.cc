@@ -78,16 +78,16 @@ class LayerBench {
     ops_.Begin([](int) { return true; }, true);
     Check(Pass());
     Check(base_->Synchronize());
-    // An embedding before and an add behind the layers.
+    // An embedding and a norm stand before the layers; the last one ends in an add instead of the next one's norm.
     const std::vector<OpFacts> facts = ops_.ops();
     const int per_layer = (static_cast<int>(facts.size()) - 2) / kLayers;
     if (per_layer * kLayers + 2 != static_cast<int>(facts.size())) Check(absl::InternalError("ops a layer"));
     const int inside = per_layer * kLayers;
     const auto op_of = [&](int number) {  // -1: of no layer
-      return number < 1 || number > inside ? -1 : (number - 1) % per_layer;
+      return number < 2 ? -1 : (number - 2) % per_layer;
     };
     std::vector<double> bytes(per_layer), flop(per_layer);
-    for (int i = 1; i <= inside; ++i) {
+    for (int i = 2; i < inside + 2; ++i) {
       bytes[op_of(i)] += facts[i].bytes / kLayers;
       flop[op_of(i)] += facts[i].flop / kLayers;
     }
@@ -102,7 +102,7 @@ class LayerBench {
     for (int op = 0; op < per_layer; ++op) {
       const double without = Time([&](int i) { return op_of(i) != op; });
       const double alone = Time([&](int i) { return op_of(i) < 0 || op_of(i) == op; });
-      std::printf("  %-22s %8.2f %8.2f %8.2f\n", facts[1 + op].name.c_str(), (all - without) / kLayers,
+      std::printf("  %-22s %8.2f %8.2f %8.2f\n", facts[2 + op].name.c_str(), (all - without) / kLayers,
                   (alone - none) / kLayers, Floor(bytes[op], flop[op]));
     }
     bench_.Report({"layer", "context 4096 rows " + std::to_string(rows), layer,
