@@ -82,6 +82,7 @@ class CpuBackend final : public Backend {
     return Do(cpu::VerifyAttention, args);
   }
   absl::Status Compare(const CompareArgs& args) override { return Do(cpu::Compare, args); }
+  absl::Status DraftPrepare(const DraftPrepareArgs& args) override { return Do(cpu::DraftPrepare, args); }
   absl::Status DraftAttention(const DraftAttentionArgs& args) override {
     return Do(cpu::DraftAttention, args);
   }

@@ -19,6 +19,7 @@ void KvWrite(Context& context, const KvWriteArgs& args);
 void KvMove(Context& context, const KvMoveArgs& args);
 void VerifyAttention(Context& context, const VerifyAttentionArgs& args);
 void Compare(Context& context, const CompareArgs& args);
+void DraftPrepare(Context& context, const DraftPrepareArgs& args);
 void DraftAttention(Context& context, const DraftAttentionArgs& args);
 void Router(Context& context, const RouterArgs& args);
 void Moe(Context& context, const MoeArgs& args);

@@ -139,6 +139,9 @@ class CudaBackend final : public Backend {
     return Do("verify_attention_reference", cuda::VerifyAttentionReference, args);
   }
   absl::Status Compare(const CompareArgs& args) override { return Do("compare", cuda::Compare, args); }
+  absl::Status DraftPrepare(const DraftPrepareArgs& args) override {
+    return Do("draft_prepare", cuda::DraftPrepare, args);
+  }
   absl::Status DraftAttention(const DraftAttentionArgs& args) override {
     return Do("draft_attention", cuda::DraftAttention, args);
   }

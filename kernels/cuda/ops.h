@@ -7,6 +7,7 @@
 
 #include "kdt/kernels/compare.h"
 #include "kdt/kernels/draft_attention.h"
+#include "kdt/kernels/draft_prepare.h"
 #include "kdt/kernels/embedding.h"
 #include "kdt/kernels/gemm.h"
 #include "kdt/kernels/kv_move.h"
@@ -47,6 +48,7 @@ cudaError_t KvMove(const Launch& launch, const kernels::KvMoveArgs& args);
 cudaError_t VerifyAttention(const Launch& launch, const kernels::VerifyAttentionArgs& args);
 cudaError_t VerifyAttentionReference(const Launch& launch, const kernels::VerifyAttentionArgs& args);
 cudaError_t Compare(const Launch& launch, const kernels::CompareArgs& args);
+cudaError_t DraftPrepare(const Launch& launch, const kernels::DraftPrepareArgs& args);
 cudaError_t DraftAttention(const Launch& launch, const kernels::DraftAttentionArgs& args);
 cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args);
 cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args);

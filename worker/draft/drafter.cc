@@ -34,6 +34,8 @@ absl::StatusOr<std::unique_ptr<Drafter>> Drafter::Create(kernels::Backend* backe
   drafter->rope_factor_ = rope_factor > 0 ? rope_factor : config->rope.AttentionFactor();
   drafter->eps_ = static_cast<float>(config->rms_norm_eps);
 
+  for (const DrafterLayerWeights& layer : weights->layers) drafter->k_norms_.push_back(layer.k_norm);
+
   const int64_t size = kernels::DTypeSize(backend->activation_dtype());
   const int64_t f32 = sizeof(float);
   const int64_t inner = shard.Count(config->intermediate_size);
@@ -44,8 +46,7 @@ absl::StatusOr<std::unique_ptr<Drafter>> Drafter::Create(kernels::Backend* backe
       {&drafter->normed_, config->hidden_size * size},
       {&drafter->q_, drafter->heads_ * config->head_dim * size},
       {&drafter->attended_, drafter->heads_ * config->head_dim * size},
-      {&drafter->k_, drafter->kv_heads_ * config->head_dim * size},
-      {&drafter->v_, drafter->kv_heads_ * config->head_dim * size},
+      {&drafter->kv_rows_, weights->kv.rows * size},
       {&drafter->gate_up_, 2 * inner * size},
       {&drafter->act_, inner * size},
       {&drafter->logits_, target->weights().lm_head.rows * f32},
@@ -67,18 +68,6 @@ absl::Status Drafter::OnLayerOutput(int64_t layer, const Tensor& residual) {
   return backend_->Gemm({x, weights_->fc[i], sum, i > 0});
 }
 
-absl::Status Drafter::ProjectKv(const DrafterLayerWeights& layer, const Tensor& x, const int32_t* positions) {
-  const int64_t dim = config_->head_dim;
-  const int64_t width = kv_heads_ * dim;
-  const Tensor k = Act(k_, x.rows, width);
-  KDT_RETURN_IF_ERROR(backend_->Gemm({x, layer.k, k}));
-  KDT_RETURN_IF_ERROR(backend_->Gemm({x, layer.v, Act(v_, x.rows, width)}));
-  const Tensor k_by_head = Act(k_, x.rows * kv_heads_, dim);
-  KDT_RETURN_IF_ERROR(backend_->RmsNorm({k_by_head, {}, layer.k_norm, eps_, k_by_head}));
-  return backend_->Rope({k, kv_heads_, dim, 0, dim, positions, weights_->rope_inv_freq, rope_factor_,
-                         kernels::RopeLayout::kHalfSplit});
-}
-
 absl::Status Drafter::AppendContext(const ContextRows& context, Collective& collective) {
   const int64_t hidden = config_->hidden_size;
   // Only rows that are kept go on: they move together in place, in path order.
@@ -88,19 +77,27 @@ absl::Status Drafter::AppendContext(const ContextRows& context, Collective& coll
                           MakeTensor(features_.data(), kernels::DType::kF32, max_rows_, hidden), 1, 0}));
   }
   const Tensor features = MakeTensor(features_.data(), kernels::DType::kF32, context.count, hidden);
-  KDT_RETURN_IF_ERROR(collective.AllReduceSum(features));
   const Tensor normed = Act(normed_, context.count, hidden);
-  KDT_RETURN_IF_ERROR(backend_->RmsNorm({features, {}, weights_->hidden_norm, eps_, normed}));
-  const int64_t width = kv_heads_ * config_->head_dim;
-  for (size_t l = 0; l < weights_->layers.size(); ++l) {
-    KDT_RETURN_IF_ERROR(ProjectKv(weights_->layers[l], normed, context.positions));
-    const Tensor pool = kv_->Layer(l);
-    KDT_RETURN_IF_ERROR(
-        backend_->KvWrite({Act(k_, context.count, width), context.slots, pool.Columns(0, width)}));
-    KDT_RETURN_IF_ERROR(
-        backend_->KvWrite({Act(v_, context.count, width), context.slots, pool.Columns(width, width)}));
-  }
-  return absl::OkStatus();
+  KDT_RETURN_IF_ERROR(
+      collective.AllReduceNorm(*backend_, {features, {}, weights_->hidden_norm, eps_, normed}));
+  const auto layers = static_cast<int64_t>(weights_->layers.size());
+  const Tensor kv = Act(kv_rows_, context.count, weights_->kv.rows);
+  KDT_RETURN_IF_ERROR(backend_->Gemm({normed, weights_->kv, kv}));
+  return backend_->DraftPrepare({{},
+                                 kv,
+                                 heads_,
+                                 kv_heads_,
+                                 config_->head_dim,
+                                 layers,
+                                 nullptr,
+                                 k_norms_.data(),
+                                 eps_,
+                                 context.positions,
+                                 weights_->rope_inv_freq,
+                                 rope_factor_,
+                                 context.slots,
+                                 kv_->Layer(0),
+                                 kv_->layer_stride()});
 }
 
 // normed -> branch (this rank's heads).
@@ -111,15 +108,16 @@ absl::Status Drafter::Attention(int64_t l, const DraftBlocks& blocks) {
   const Tensor normed = Act(normed_, rows, config_->hidden_size);
   const Tensor q = Act(q_, rows, heads_ * dim);
   KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.q, q}));
-  const Tensor q_by_head = Act(q_, rows * heads_, dim);
-  KDT_RETURN_IF_ERROR(backend_->RmsNorm({q_by_head, {}, layer.q_norm, eps_, q_by_head}));
-  KDT_RETURN_IF_ERROR(backend_->Rope({q, heads_, dim, 0, dim, blocks.positions, weights_->rope_inv_freq,
-                                      rope_factor_, kernels::RopeLayout::kHalfSplit}));
-  KDT_RETURN_IF_ERROR(ProjectKv(layer, normed, blocks.positions));
+  const int64_t width = kv_heads_ * dim;
+  const Tensor kv = Act(kv_rows_, rows, 2 * width);
+  KDT_RETURN_IF_ERROR(backend_->Gemm({normed, weights_->kv.Rows(l * 2 * width, 2 * width), kv}));
+  KDT_RETURN_IF_ERROR(
+      backend_->DraftPrepare({q, kv, heads_, kv_heads_, dim, 1, layer.q_norm, &k_norms_[l], eps_,
+                              blocks.positions, weights_->rope_inv_freq, rope_factor_}));
   const Tensor attended = Act(attended_, rows, heads_ * dim);
   KDT_RETURN_IF_ERROR(backend_->DraftAttention(
-      {q, Act(k_, rows, kv_heads_ * dim), Act(v_, rows, kv_heads_ * dim), kv_->Layer(l), heads_, kv_heads_,
-       dim, config_->block_size, config_->SoftmaxScale(), blocks.sequences, blocks.context_length,
+      {q, kv.Columns(0, width), kv.Columns(width, width), kv_->Layer(l), heads_, kv_heads_, dim,
+       config_->block_size, config_->SoftmaxScale(), blocks.sequences, blocks.context_length,
        blocks.window_begin, blocks.slot_table, blocks.table_stride, attended}));
   return backend_->Gemm({attended, layer.o, Act(branch_, rows, config_->hidden_size)});
 }
@@ -132,24 +130,26 @@ absl::StatusOr<Tensor> Drafter::Draft(const DraftBlocks& blocks, Collective& col
   const Tensor branch = Act(branch_, rows, hidden);
   const Tensor normed = Act(normed_, rows, hidden);
   KDT_RETURN_IF_ERROR(target_->Embed(blocks.tokens, residual, collective));
-  for (size_t l = 0; l < weights_->layers.size(); ++l) {
+  const size_t layers = weights_->layers.size();
+  KDT_RETURN_IF_ERROR(backend_->RmsNorm({residual, {}, weights_->layers[0].input_norm, eps_, normed}));
+  for (size_t l = 0; l < layers; ++l) {
     const DrafterLayerWeights& layer = weights_->layers[l];
-    if (l == 0) {
-      KDT_RETURN_IF_ERROR(backend_->RmsNorm({residual, {}, layer.input_norm, eps_, normed}));
-    } else {
-      KDT_RETURN_IF_ERROR(backend_->RmsNorm({branch, residual, layer.input_norm, eps_, normed}));
-    }
     KDT_RETURN_IF_ERROR(Attention(l, blocks));
-    KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
-    KDT_RETURN_IF_ERROR(backend_->RmsNorm({branch, residual, layer.post_norm, eps_, normed}));
+    KDT_RETURN_IF_ERROR(
+        collective.AllReduceNorm(*backend_, {branch, residual, layer.post_norm, eps_, normed}));
     const Tensor act = Act(act_, rows, layer.down.cols);
     const Tensor gate_up = Act(gate_up_, rows, 2 * layer.down.cols);
     KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.gate_up, gate_up}));
     KDT_RETURN_IF_ERROR(backend_->SiluMul({gate_up, act}));
     KDT_RETURN_IF_ERROR(backend_->Gemm({act, layer.down, branch}));
-    KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
+    if (l + 1 < layers) {
+      KDT_RETURN_IF_ERROR(collective.AllReduceNorm(
+          *backend_, {branch, residual, weights_->layers[l + 1].input_norm, eps_, normed}));
+    } else {
+      KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
+      KDT_RETURN_IF_ERROR(backend_->Add({branch, residual}));
+    }
   }
-  KDT_RETURN_IF_ERROR(backend_->Add({branch, residual}));
   // The root's row has done its work; the others move together.
   const int64_t masks = blocks.sequences * (config_->block_size - 1);
   KDT_RETURN_IF_ERROR(backend_->KvMove({blocks.mask_rows, blocks.iota, masks, residual, 1, 0}));

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -69,9 +70,6 @@ class Drafter {
 
  private:
   Drafter() = default;
-  // normed -> q, k, v of the rows, normed and rotated.
-  absl::Status ProjectKv(const DrafterLayerWeights& layer, const kernels::Tensor& x,
-                         const int32_t* positions);
   absl::Status Attention(int64_t layer, const DraftBlocks& blocks);
   kernels::Tensor Act(const kernels::Buffer& buffer, int64_t rows, int64_t cols) const {
     return kernels::MakeTensor(buffer.data(), backend_->activation_dtype(), rows, cols);
@@ -88,12 +86,13 @@ class Drafter {
   int64_t max_rows_ = 0;
   float rope_factor_ = 1;
   float eps_ = 0;
+  std::vector<const uint16_t*> k_norms_;  // of the layers
 
   // [max_rows, ...] each; none is shared with the target.
   kernels::Buffer features_;  // f32 hidden: fc's sum over target layers, of this rank's columns
   kernels::Buffer residual_, branch_, normed_;  // hidden
   kernels::Buffer q_, attended_;                // heads * dim
-  kernels::Buffer k_, v_;                       // kv_heads * dim
+  kernels::Buffer kv_rows_;                     // layers * 2 * kv_heads * dim
   kernels::Buffer gate_up_, act_;               // 2 * inner, inner
   kernels::Buffer logits_;                      // f32 vocab_local
 };

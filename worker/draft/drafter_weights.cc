@@ -19,14 +19,11 @@ absl::StatusOr<DrafterLayerWeights> LoadLayer(const DrafterConfig& config, const
   const int64_t hidden = config.hidden_size;
   const int64_t dim = config.head_dim;
   const int64_t q_width = config.num_attention_heads * dim;
-  const int64_t kv_width = config.num_key_value_heads * dim;
   const std::string attention = prefix + "self_attn.";
   const std::string mlp = prefix + "mlp.";
   DrafterLayerWeights layer;
   KDT_ASSIGN_OR_RETURN(layer.input_norm, loader.Vector(prefix + "input_layernorm.weight", hidden));
   KDT_ASSIGN_OR_RETURN(layer.q, loader.Matrix({attention + "q_proj.weight", q_width, hidden, Split::kRows}));
-  KDT_ASSIGN_OR_RETURN(layer.k, loader.Matrix({attention + "k_proj.weight", kv_width, hidden, Split::kRows}));
-  KDT_ASSIGN_OR_RETURN(layer.v, loader.Matrix({attention + "v_proj.weight", kv_width, hidden, Split::kRows}));
   KDT_ASSIGN_OR_RETURN(layer.q_norm, loader.Vector(attention + "q_norm.weight", dim));
   KDT_ASSIGN_OR_RETURN(layer.k_norm, loader.Vector(attention + "k_norm.weight", dim));
   KDT_ASSIGN_OR_RETURN(layer.o,
@@ -59,6 +56,15 @@ absl::StatusOr<DrafterWeights> LoadDrafterWeights(const DrafterConfig& config, c
   KDT_ASSIGN_OR_RETURN(weights.hidden_norm, loader.Vector(prefix + "hidden_norm.weight", hidden));
   KDT_ASSIGN_OR_RETURN(weights.final_norm, loader.Vector(prefix + "norm.weight", hidden));
   KDT_ASSIGN_OR_RETURN(weights.rope_inv_freq, loader.Constants(config.rope.InvFreq()));
+  const int64_t kv_width = config.num_key_value_heads * config.head_dim;
+  std::vector<Part> kv;
+  for (int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    for (const char* name : {"k_proj", "v_proj"}) {
+      kv.push_back({absl::StrCat(prefix, "layers.", l, ".self_attn.", name, ".weight"), kv_width, hidden,
+                    Split::kRows});
+    }
+  }
+  KDT_ASSIGN_OR_RETURN(weights.kv, loader.Matrix(kv));
   for (int64_t l = 0; l < config.num_hidden_layers; ++l) {
     KDT_ASSIGN_OR_RETURN(DrafterLayerWeights layer,
                          LoadLayer(config, absl::StrCat(prefix, "layers.", l, "."), loader));

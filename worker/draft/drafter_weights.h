@@ -20,7 +20,6 @@ namespace kdt {
 struct DrafterLayerWeights {
   const uint16_t* input_norm = nullptr;  // bf16 [hidden]
   kernels::Tensor q;                     // [heads_local * head_dim, hidden]
-  kernels::Tensor k, v;                  // [kv_heads_local * head_dim, hidden]
   const uint16_t* q_norm = nullptr;      // [head_dim]
   const uint16_t* k_norm = nullptr;      // [head_dim]
   kernels::Tensor o;                     // [hidden, heads_local * head_dim]
@@ -30,6 +29,10 @@ struct DrafterLayerWeights {
 };
 
 struct DrafterWeights {
+  // k_proj and v_proj of all layers: of each layer [2 * kv_heads_local * head_dim, hidden], keys above
+  // values. The context's features are the same for all layers, so one product gives all their keys and
+  // values.
+  kernels::Tensor kv;
   std::vector<kernels::Tensor> fc;        // a target layer each: [hidden, hidden / ranks]
   const uint16_t* hidden_norm = nullptr;  // [hidden]
   const uint16_t* final_norm = nullptr;   // [hidden]

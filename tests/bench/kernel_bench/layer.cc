@@ -78,7 +78,8 @@ class LayerBench {
     ops_.Begin([](int) { return true; }, true);
     Check(Pass());
     Check(base_->Synchronize());
-    // An embedding and a norm stand before the layers; the last one ends in an add instead of the next one's norm.
+    // An embedding and a norm stand before the layers; the last one ends in an add instead of the next one's
+    // norm.
     const std::vector<OpFacts> facts = ops_.ops();
     const int per_layer = (static_cast<int>(facts.size()) - 2) / kLayers;
     if (per_layer * kLayers + 2 != static_cast<int>(facts.size())) Check(absl::InternalError("ops a layer"));

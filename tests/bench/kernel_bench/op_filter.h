@@ -114,6 +114,9 @@ class OpFilter final : public kernels::Backend {
   absl::Status Compare(const kernels::CompareArgs& args) override {
     return Do([&] { return OpFacts{"compare"}; }, [&] { return base_.Compare(args); });
   }
+  absl::Status DraftPrepare(const kernels::DraftPrepareArgs& args) override {
+    return Do([&] { return OpFacts{"draft_prepare"}; }, [&] { return base_.DraftPrepare(args); });
+  }
   absl::Status DraftAttention(const kernels::DraftAttentionArgs& args) override {
     return Do([&] { return OpFacts{"draft_attention"}; }, [&] { return base_.DraftAttention(args); });
   }

@@ -133,6 +133,89 @@ TEST_CASE("cuda: mla_prepare norms, rotates and writes; padding writes nothing")
   }
 }
 
+TEST_CASE("cuda: draft_prepare of a block and of context rows in several layers") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(23);
+  const std::vector<int32_t> positions = {0, 7, 262143, 4095, 4096}, slots = {5, -1, 0, 8, 3};
+  const OnGpu<int32_t> device_positions(positions), device_slots(slots);
+  struct Shape {
+    int64_t heads, kv_heads, dim, layers;
+  };
+  for (const Shape s : {Shape{8, 1, 128, 6}, Shape{4, 2, 64, 3}, Shape{16, 8, 16, 40}, Shape{2, 2, 256, 1}}) {
+    const int64_t width = s.kv_heads * s.dim;
+    INFO("dim " << s.dim);
+    std::vector<float> inv_freq(s.dim / 2);
+    for (size_t i = 0; i < inv_freq.size(); ++i)
+      inv_freq[i] = std::pow(50000.0f, -static_cast<float>(i) / static_cast<float>(inv_freq.size()));
+    const OnGpu<float> device_freq(inv_freq);
+    Twin q_norm(rng, 1, s.dim), k_norm(rng, s.layers, s.dim);
+    const OnGpu<uint16_t> device_q_norm(q_norm.bits), device_k_norm(k_norm.bits);
+    std::vector<const uint16_t*> k_norms(s.layers), device_k_norms(s.layers);
+    for (int64_t l = 0; l < s.layers; ++l) {
+      k_norms[l] = k_norm.bits.data() + l * s.dim;
+      device_k_norms[l] = device_k_norm.data() + l * s.dim;
+    }
+
+    Twin q(rng, 5, s.heads * s.dim), block(rng, 5, 2 * width);
+    REQUIRE(Cpu()
+                .DraftPrepare({q.cpu(), block.cpu(), s.heads, s.kv_heads, s.dim, 1, q_norm.bits.data(),
+                               k_norms.data(), 1e-5f, positions.data(), inv_freq.data(), 1.25f})
+                .ok());
+    REQUIRE(
+        Gpu()
+            ->DraftPrepare({q.gpu(), block.gpu(), s.heads, s.kv_heads, s.dim, 1, device_q_norm.data(),
+                            device_k_norms.data(), 1e-5f, device_positions.data(), device_freq.data(), 1.25f})
+            .ok());
+    CHECK(RelativeError(q.FromGpu(), q.host) < kBf16Error);
+    CHECK(RelativeError(block.FromGpu(), block.host) < kBf16Error);
+
+    Twin kv(rng, 5, s.layers * 2 * width), pools(rng, s.layers, 9 * 2 * width);
+    const std::vector<float> before = pools.host;
+    REQUIRE(Cpu()
+                .DraftPrepare({{},
+                               kv.cpu(),
+                               s.heads,
+                               s.kv_heads,
+                               s.dim,
+                               s.layers,
+                               nullptr,
+                               k_norms.data(),
+                               1e-5f,
+                               positions.data(),
+                               inv_freq.data(),
+                               1.25f,
+                               slots.data(),
+                               MakeTensor(pools.host.data(), DType::kF32, 9, 2 * width),
+                               9 * 2 * width})
+                .ok());
+    REQUIRE(Gpu()
+                ->DraftPrepare({{},
+                                kv.gpu(),
+                                s.heads,
+                                s.kv_heads,
+                                s.dim,
+                                s.layers,
+                                nullptr,
+                                device_k_norms.data(),
+                                1e-5f,
+                                device_positions.data(),
+                                device_freq.data(),
+                                1.25f,
+                                device_slots.data(),
+                                MakeTensor(pools.device.data(), DType::kBF16, 9, 2 * width),
+                                9 * 2 * width})
+                .ok());
+    const std::vector<float> written = pools.FromGpu();
+    CHECK(RelativeError(written, pools.host) < kBf16Error);
+    for (int64_t l = 0; l < s.layers; ++l) {
+      for (const int64_t free_slot : {1, 2, 4, 6, 7}) {
+        const int64_t at = (l * 9 + free_slot) * 2 * width;
+        REQUIRE(std::equal(written.begin() + at, written.begin() + at + 2 * width, before.begin() + at));
+      }
+    }
+  }
+}
+
 TEST_CASE("cuda: rope in both layouts, at positions up to 262143") {
   KDT_NEED_GPU();
   std::mt19937 rng(3);

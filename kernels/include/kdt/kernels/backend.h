@@ -20,6 +20,7 @@
 #include "absl/status/statusor.h"
 #include "kdt/kernels/compare.h"
 #include "kdt/kernels/draft_attention.h"
+#include "kdt/kernels/draft_prepare.h"
 #include "kdt/kernels/embedding.h"
 #include "kdt/kernels/gemm.h"
 #include "kdt/kernels/kv_move.h"
@@ -131,6 +132,7 @@ class Backend {
   virtual absl::Status VerifyAttention(const VerifyAttentionArgs& args) = 0;
   virtual absl::Status VerifyAttentionReference(const VerifyAttentionArgs& args) = 0;
   virtual absl::Status Compare(const CompareArgs& args) = 0;
+  virtual absl::Status DraftPrepare(const DraftPrepareArgs& args) = 0;
   virtual absl::Status DraftAttention(const DraftAttentionArgs& args) = 0;
   virtual absl::Status Router(const RouterArgs& args) = 0;
   virtual absl::Status Moe(const MoeArgs& args) = 0;
