@@ -1,8 +1,11 @@
 // One rank of a full-size model with random weights runs the worker's own steps at any rows, context and
-// batch. Beside each time stands the floor: what the step cannot do without.
+// batch. Beside each time stands the floor: what the step cannot do without. With --ranks all ranks run, each
+// on a GPU of its own, with their real collectives; otherwise a stand-in takes their place.
 //
 //   kdt-rank-bench [--config DIR] [--drafter DIR] [--tp 8] [--rank 0] [--rows 1,8,16,32]
 //                  [--context 4096,65536,131072] [--batch 1] [--moe tensor|expert] [--parts] [--json FILE]
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -21,14 +24,18 @@
 #include "kdt/kernels/cuda_backend.h"
 #include "tests/bench/rank_bench/floor.h"
 #include "tests/bench/rank_bench/part_backend.h"
+#include "tests/bench/rank_bench/ranks.h"
 #include "tests/bench/rank_bench/stand_in.h"
 #include "tests/bench/rank_bench/step_bench.h"
+#include "worker/collective/factory.h"
 
 ABSL_FLAG(std::string, config, KDT_RANK_BENCH_DIR "/k26", "folder with the target's config.json");
 ABSL_FLAG(std::string, drafter, KDT_RANK_BENCH_DIR "/k26_drafter",
           "folder with the drafter's config.json; empty: none");
 ABSL_FLAG(int, tp, 8, "tensor-parallel size");
 ABSL_FLAG(int, rank, 0, "rank to run");
+ABSL_FLAG(int, ranks, 1, "ranks to run, --tp of them or 1");
+ABSL_FLAG(std::string, collective, "auto", "of all ranks: auto, ipc or nccl");
 ABSL_FLAG(std::vector<std::string>, rows, (std::vector<std::string>{"1", "8", "16", "32"}),
           "tree nodes a sequence");
 ABSL_FLAG(std::vector<std::string>, context, (std::vector<std::string>{"4096", "65536", "131072"}),
@@ -111,7 +118,18 @@ std::string Json(const Result& r, bool parts) {
   return text + "}";
 }
 
-absl::Status Run() {
+absl::StatusOr<std::unique_ptr<Collective>> MakeRankCollective(const EngineOptions& options, bool all,
+                                                               kernels::Backend& device) {
+  if (!all) return MakeStandIn(&device, options.rank, options.tp, absl::GetFlag(FLAGS_reduce_us));
+  KDT_ASSIGN_OR_RETURN(const CollectiveKind kind,
+                       ParseCollectiveKind(absl::GetFlag(FLAGS_collective), "cuda"));
+  return MakeCollective({absl::StrCat("rank-bench-", getppid()), options.rank, options.tp, absl::Seconds(60)},
+                        kind, device);
+}
+
+// `told`: null for a rank on its own.
+absl::Status Run(int rank, Told* told) {
+  const bool prints = told == nullptr || rank == 0;
   KDT_ASSIGN_OR_RETURN(const auto rows, Numbers("rows", absl::GetFlag(FLAGS_rows)));
   KDT_ASSIGN_OR_RETURN(const auto contexts, Numbers("context", absl::GetFlag(FLAGS_context)));
   KDT_ASSIGN_OR_RETURN(const auto batches, Numbers("batch", absl::GetFlag(FLAGS_batch)));
@@ -126,7 +144,7 @@ absl::Status Run() {
   options.model_dir = absl::GetFlag(FLAGS_config);
   options.drafter_dir = absl::GetFlag(FLAGS_drafter);
   options.random_weights = true;
-  options.rank = absl::GetFlag(FLAGS_rank);
+  options.rank = rank;
   options.tp = absl::GetFlag(FLAGS_tp);
   options.moe_sharding = moe == "expert" ? MoeSharding::kExpert : MoeSharding::kTensor;
   options.kv_dtype = kernels::DType::kBF16;
@@ -142,7 +160,7 @@ absl::Status Run() {
     KDT_ASSIGN_OR_RETURN(drafter, DrafterConfig::Load(options.drafter_dir));
   }
 
-  KDT_ASSIGN_OR_RETURN(const auto device, kernels::MakeCudaBackend({}));
+  KDT_ASSIGN_OR_RETURN(const auto device, kernels::MakeCudaBackend({told == nullptr ? 0 : rank}));
   PartClock clock(static_cast<cudaStream_t>(device->stream()));
   const auto backend = MakePartBackend(device.get(), &clock);
   double start = Seconds();
@@ -152,21 +170,22 @@ absl::Status Run() {
   KDT_RETURN_IF_ERROR(backend->Synchronize());
   const double load_s = Seconds() - start;
   const double weights_gib = static_cast<double>(bytes) / (1 << 30);
-  std::printf(
-      "%s: %.2f GiB of weights in %.1f s with the KV pool of %ld slots; %.1f GiB of the device in use\n",
-      backend->device_name().c_str(), weights_gib, load_s, options.kv_slots,
-      backend->memory() ? static_cast<double>(backend->memory()->used_bytes) / (1 << 30) : 0.0);
-  std::fflush(stdout);
+  if (prints) {
+    std::printf(
+        "%s: %.2f GiB of weights in %.1f s with the KV pool of %ld slots; %.1f GiB of the device in use\n",
+        backend->device_name().c_str(), weights_gib, load_s, options.kv_slots,
+        backend->memory() ? static_cast<double>(backend->memory()->used_bytes) / (1 << 30) : 0.0);
+    std::fflush(stdout);
+  }
 
-  KDT_ASSIGN_OR_RETURN(const auto stand_in,
-                       MakeStandIn(device.get(), options.rank, options.tp, absl::GetFlag(FLAGS_reduce_us)));
-  const auto collective = MakePartCollective(stand_in.get(), &clock);
+  KDT_ASSIGN_OR_RETURN(const auto group, MakeRankCollective(options, told != nullptr, *device));
+  const auto collective = MakePartCollective(group.get(), &clock);
   start = Seconds();
   engine->StartEpoch(collective.get());
   const double capture_s = Seconds() - start;
-  std::printf("start of an epoch, capture of all graphs included: %.2f s\n", capture_s);
+  if (prints) std::printf("start of an epoch, capture of all graphs included: %.2f s\n", capture_s);
 
-  StepBench bench(engine.get(), &clock);
+  StepBench bench(engine.get(), &clock, rank, told);
   Machine machine;
   std::vector<Result> results;
   for (const int64_t batch : batches) {
@@ -176,13 +195,14 @@ absl::Status Run() {
         Result result;
         result.shape = {r, batch, c, drafts, 0, 0};
         const int64_t local = config.vocab_size / options.tp;
-        result.shape.token_begin = options.rank * local;  // the others' embeddings are zero
-        result.shape.token_end = result.shape.token_begin + local;
+        // Beside a stand-in the other ranks' embeddings are zero.
+        result.shape.token_begin = told == nullptr ? rank * local : 0;
+        result.shape.token_end = told == nullptr ? result.shape.token_begin + local : config.vocab_size;
         KDT_ASSIGN_OR_RETURN(result.times, bench.Measure(result.shape, warm_up, steps));
         const Load load{options.tp, options.moe_sharding, r * batch, batch, c};
         result.target = TargetCost(config, load, machine);
         if (drafts) result.drafter = DrafterCost(drafter, config, load, machine);
-        Print(result, false);
+        if (prints) Print(result, false);
         results.push_back(result);
       }
     }
@@ -193,10 +213,10 @@ absl::Status Run() {
     bench.Restart();
     for (Result& result : results) {
       KDT_ASSIGN_OR_RETURN(result.parts, bench.MeasureParts(result.shape, 2, 7));
-      Print(result, true);
+      if (prints) Print(result, true);
     }
   }
-  if (absl::GetFlag(FLAGS_json).empty()) return absl::OkStatus();
+  if (absl::GetFlag(FLAGS_json).empty() || !prints) return absl::OkStatus();
   std::ofstream file(absl::GetFlag(FLAGS_json));
   file << absl::StrFormat(
       "{\"device\": \"%s\", \"moe\": \"%s\", \"tp\": %d, \"weights_gib\": %.3f, \"load_s\": %.2f, "
@@ -215,7 +235,15 @@ absl::Status Run() {
 
 int main(int argc, char** argv) {
   kdt::ParseFlags(argc, argv, "kdt-rank-bench [--rows LIST] [--context LIST] [--batch LIST]");
-  const absl::Status status = kdt::bench::Run();
+  const int ranks = absl::GetFlag(FLAGS_ranks);
+  absl::Status status;
+  if (ranks == 1) {
+    status = kdt::bench::Run(absl::GetFlag(FLAGS_rank), nullptr);
+  } else if (ranks != absl::GetFlag(FLAGS_tp)) {
+    status = absl::InvalidArgumentError("--ranks is neither 1 nor --tp");
+  } else {
+    status = kdt::bench::RunRanks(ranks, kdt::bench::Run);
+  }
   if (!status.ok()) std::fprintf(stderr, "kdt-rank-bench: %s\n", std::string(status.message()).c_str());
   return status.ok() ? 0 : 1;
 }

@@ -125,7 +125,10 @@ class PartCollective final : public Collective {
   absl::Status Broadcast(void* data, size_t bytes, int root) override {
     return inner_->Broadcast(data, bytes, root);
   }
-  absl::Status Finish(kernels::Backend& backend) override { return inner_->Finish(backend); }
+  absl::Status Finish(kernels::Backend& backend) override {
+    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kNone));
+    return inner_->Finish(backend);
+  }
   absl::Status Probe() override { return inner_->Probe(); }
   void SetDeadline(absl::Time deadline) override { inner_->SetDeadline(deadline); }
   void Abort() override { inner_->Abort(); }

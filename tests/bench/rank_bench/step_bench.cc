@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -55,7 +56,18 @@ absl::Status StepBench::Step(const StepShape& shape) {
     if (!result.error().empty()) return absl::InternalError(result.error());
     starts_[result.sequence_id() - first_id_] += 1 + result.accepted_nodes_size();
   }
-  // Only rank 0 tells; elsewhere the lengths follow from its answer, which the group's harness passes on.
+  if (told_ == nullptr) {
+    // A rank on its own that is not rank 0 gets no answers; random guesses are not accepted.
+    for (uint32_t& start : starts_) start += rank_ == 0 ? 0 : 1;
+  } else if (rank_ == 0) {
+    std::copy(starts_.begin(), starts_.end(), told_->starts);
+    told_->tellings.store(++tellings_, std::memory_order_release);
+  } else {
+    // Rank 0 cannot pass the next step without this rank, so what it tells stays until then.
+    ++tellings_;
+    while (told_->tellings.load(std::memory_order_acquire) < tellings_) std::this_thread::yield();
+    std::copy(told_->starts, told_->starts + starts_.size(), starts_.begin());
+  }
   return absl::OkStatus();
 }
 

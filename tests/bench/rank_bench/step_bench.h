@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "kdt/v1/worker.pb.h"
 #include "tests/bench/rank_bench/part_clock.h"
+#include "tests/bench/rank_bench/ranks.h"
 #include "worker/engine/engine.h"
 
 namespace kdt::bench {
@@ -31,15 +32,17 @@ struct StepTimes {
 
 class StepBench {
  public:
-  // Both outlive the object; the engine is at the start of an epoch.
-  StepBench(Engine* engine, PartClock* clock) : engine_(engine), clock_(clock) {}
+  // Everything outlives the object; the engine is at the start of an epoch. `told`: null where the other
+  // ranks are not there.
+  StepBench(Engine* engine, PartClock* clock, int rank, Told* told)
+      : engine_(engine), clock_(clock), rank_(rank), told_(told) {}
 
   // Medians of `steps` steps after `warm_up`.
   absl::StatusOr<StepTimes> Measure(const StepShape& shape, int warm_up, int steps);
   // Microseconds of each part, medians; the clock is on.
   absl::StatusOr<std::array<double, kParts>> MeasureParts(const StepShape& shape, int warm_up, int steps);
   // The engine has begun a new epoch.
-  void Restart() { *this = StepBench(engine_, clock_); }
+  void Restart() { step_ = first_id_ = last_id_ = 0; }
 
  private:
   absl::Status Begin(const StepShape& shape);
@@ -47,7 +50,10 @@ class StepBench {
 
   Engine* engine_;
   PartClock* clock_;
+  int rank_;
+  Told* told_;
   uint64_t step_ = 0;
+  uint64_t tellings_ = 0;
   uint64_t first_id_ = 0, last_id_ = 0;  // sequences alive: [first, last)
   std::vector<uint32_t> starts_;
   uint32_t random_ = 1;
