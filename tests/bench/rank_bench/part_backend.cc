@@ -92,6 +92,7 @@ class PartBackend final : public kernels::Backend {
   KDT_PART_OP(Compare, Part::kNone)
   KDT_PART_OP(DraftAttention, Part::kDraft)
   KDT_PART_OP(MlaPrepare, Part::kSmall)
+  KDT_PART_OP(DraftPrepare, Part::kDraft)
   KDT_PART_OP(Router, Part::kRouter)
   KDT_PART_OP(Moe, Part::kMoe)
   KDT_PART_OP(LogitsTopK, Part::kSampling)
@@ -117,6 +118,10 @@ class PartCollective final : public Collective {
   absl::Status AllReduceSum(const kernels::Tensor& x) override {
     KDT_RETURN_IF_ERROR(clock_->Enter(Part::kCollective));
     return inner_->AllReduceSum(x);
+  }
+  absl::Status AllReduceNorm(kernels::Backend& backend, const kernels::RmsNormArgs& norm) override {
+    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kCollective));
+    return inner_->AllReduceNorm(backend, norm);
   }
   absl::Status AllGather(const void* in, size_t bytes, void* out) override {
     KDT_RETURN_IF_ERROR(clock_->Enter(Part::kCollective));
