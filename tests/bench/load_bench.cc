@@ -44,7 +44,7 @@ absl::Status DropFiles(const std::string& folder) {
 }
 
 absl::Status Run() {
-  KDT_ASSIGN_OR_RETURN(const auto backend, MakeBackend(absl::GetFlag(FLAGS_backend), 1));
+  KDT_ASSIGN_OR_RETURN(const auto backend, MakeBackend(absl::GetFlag(FLAGS_backend), {}));
   for (const std::string& text : absl::GetFlag(FLAGS_threads)) {
     EngineOptions options;
     options.model_dir = absl::GetFlag(FLAGS_model);

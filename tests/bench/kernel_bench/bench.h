@@ -64,6 +64,7 @@ class Bench {
 
 void BenchVerifyAttention(Bench& bench);
 void BenchMoe(Bench& bench);
+void BenchMoeSharding(Bench& bench);
 void BenchGemm(Bench& bench);
 void BenchSmallOps(Bench& bench);
 void BenchLayer(Bench& bench);
