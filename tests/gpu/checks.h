@@ -45,6 +45,8 @@ nlohmann::json Report(const std::string& name, const Comparison& comparison, dou
 
 // Token streams at one tp, for every setting of the speculation.
 nlohmann::json CheckDivergence(const CheckOptions& options, const Reference& reference);
+// Log-probabilities of prompts, one request at a time: the prefill's error at every position.
+nlohmann::json CheckPrompts(const CheckOptions& options, const Reference& reference);
 // A worker is killed in the middle and the launcher restarts the group.
 nlohmann::json CheckLoss(const CheckOptions& options, const Reference& reference);
 // A pool too small: what cannot fit is refused, what must wait is not lost.

@@ -20,7 +20,8 @@ ABSL_FLAG(std::string, model, "", "folder of the target checkpoint");
 ABSL_FLAG(std::string, drafter, "", "folder of the drafter; empty: none, and no speculation");
 ABSL_FLAG(std::string, prompts, "", "JSON file with prompts[].text");
 ABSL_FLAG(std::string, tps, "1,2,4,8", "tensor-parallel sizes, one after the other");
-ABSL_FLAG(std::string, checks, "divergence,loss,pool,batch,validate,soak", "which checks, in this order");
+ABSL_FLAG(std::string, checks, "prompts,divergence,loss,pool,batch,validate,soak",
+          "which checks, in this order");
 ABSL_FLAG(std::string, subject, "", "flags of kdt-launch for the group under test, separated by spaces");
 ABSL_FLAG(std::string, reference, "--backend=cpu", "flags of kdt-launch for the reference, always tp 1");
 ABSL_FLAG(std::string, settings, "off,chain,tree 16,tree 64",
@@ -47,9 +48,10 @@ int Fail(absl::string_view message) {
 
 int Run() {
   using Check = std::function<nlohmann::json(const CheckOptions&, const Reference&)>;
-  const std::map<std::string, Check> checks = {{"divergence", CheckDivergence}, {"loss", CheckLoss},
-                                               {"pool", CheckFullPool},         {"batch", CheckLargeBatch},
-                                               {"validate", CheckValidate},     {"soak", CheckSoak}};
+  const std::map<std::string, Check> checks = {{"prompts", CheckPrompts},  {"divergence", CheckDivergence},
+                                               {"loss", CheckLoss},        {"pool", CheckFullPool},
+                                               {"batch", CheckLargeBatch}, {"validate", CheckValidate},
+                                               {"soak", CheckSoak}};
   CheckOptions options;
   options.subject.bin_dir = absl::GetFlag(FLAGS_bin_dir);
   if (options.subject.bin_dir.empty()) options.subject.bin_dir = absl::StrCat(ExecutableDir(), "/../bin");
