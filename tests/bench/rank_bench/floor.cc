@@ -64,7 +64,8 @@ Cost TargetCost(const ModelConfig& config, const Load& load, const Machine& mach
   sum.Weight(moe_layers, 3 * D(config.n_shared_experts * config.moe_intermediate_size) / tp * hidden, rows);
   const double top_k = D(config.num_experts_per_tok);
   const double expert = 3 * D(config.moe_intermediate_size) * hidden / tp;  // a rank's share, either way
-  sum.cost_.experts = DistinctExperts(D(config.n_routed_experts), top_k, rows);
+  sum.cost_.experts =
+      load.experts > 0 ? load.experts : DistinctExperts(D(config.n_routed_experts), top_k, rows);
   sum.cost_.expert_bytes = moe_layers * sum.cost_.experts * expert * kInt4;
   sum.Weight(moe_layers, sum.cost_.experts * expert, kInt4, rows, top_k * expert);
   sum.Weight(1, D(config.vocab_size) / tp * hidden, rows);

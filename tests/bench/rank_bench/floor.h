@@ -22,6 +22,7 @@ struct Load {
   int64_t rows = 1;     // in all
   int64_t batch = 1;    // sequences
   int64_t context = 0;  // of each
+  double experts = 0;   // distinct ones a layer that the rows choose; 0: as many as even draws would
 };
 
 struct Cost {
@@ -29,7 +30,7 @@ struct Cost {
   double expert_bytes = 0;
   double kv_bytes = 0;
   double flop = 0;
-  double experts = 0;  // distinct ones a layer that the rows choose, expected
+  double experts = 0;  // distinct ones a layer that the rows choose
   int64_t reductions = 0;
   double us = 0;  // of everything, part after part the larger of bytes and FLOP, and the reductions
 };

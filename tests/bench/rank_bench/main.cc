@@ -44,6 +44,11 @@ ABSL_FLAG(std::vector<std::string>, batch, (std::vector<std::string>{"1"}), "seq
 ABSL_FLAG(int64_t, max_rows, 64, "rows of the largest step");
 ABSL_FLAG(std::string, moe, "tensor", "tensor or expert");
 ABSL_FLAG(double, reduce_us, 8, "what a collective of the stand-in takes at least");
+ABSL_FLAG(bool, floors, false,
+          "print the floors alone, for the machine of the three flags below; needs no GPU");
+ABSL_FLAG(double, floor_tb_per_s, 4.1, "memory rate of the floor");
+ABSL_FLAG(double, floor_tflop_per_s, 638, "arithmetic rate of the floor");
+ABSL_FLAG(double, floor_reduce_us, 8, "a reduction in the floor");
 ABSL_FLAG(bool, parts, false, "time by part as well");
 ABSL_FLAG(int, warm_up, 5, "steps before measuring");
 ABSL_FLAG(int, steps, 31, "measured steps");
@@ -73,7 +78,7 @@ struct Result {
   StepShape shape;
   StepTimes times;
   Cost target, drafter;
-  std::array<double, kParts> parts{};
+  StepParts parts;
 };
 
 void Print(const Result& r, bool parts) {
@@ -90,12 +95,22 @@ void Print(const Result& r, bool parts) {
     std::printf("   ");
     double sum = 0;
     for (int p = 0; p < kParts; ++p) {
-      std::printf(" %s %.0f", PartName(static_cast<Part>(p)), r.parts[p]);
-      sum += r.parts[p];
+      std::printf(" %s %.0f", PartName(static_cast<Part>(p)), r.parts.us[p]);
+      sum += r.parts.us[p];
     }
-    std::printf("  sum %.0f us (events between parts lengthen them)\n", sum);
+    std::printf("  sum %.0f us (events between parts lengthen them); %.1f experts a layer\n", sum,
+                r.parts.experts);
   }
   std::fflush(stdout);
+}
+
+void PrintFloor(const Load& load, const Cost& target, const Cost& drafter) {
+  std::printf(
+      "rows %3ld batch %2ld context %6ld  target %7.1f us: %.2f GB weights (%.1f experts a layer), %.2f GB "
+      "KV, %.1f GFLOP, %ld reductions; drafter %6.1f us: %.2f GB, %ld reductions\n",
+      load.rows, load.batch, load.context, target.us, target.weight_bytes * 1e-9, target.experts,
+      target.kv_bytes * 1e-9, target.flop * 1e-9, target.reductions, drafter.us,
+      (drafter.weight_bytes + drafter.kv_bytes) * 1e-9, drafter.reductions);
 }
 
 std::string Json(const Result& r, bool parts) {
@@ -111,7 +126,7 @@ std::string Json(const Result& r, bool parts) {
   if (parts) {
     std::vector<std::string> entries;
     for (int p = 0; p < kParts; ++p) {
-      entries.push_back(absl::StrFormat("\"%s\": %.1f", PartName(static_cast<Part>(p)), r.parts[p]));
+      entries.push_back(absl::StrFormat("\"%s\": %.1f", PartName(static_cast<Part>(p)), r.parts.us[p]));
     }
     text += ", \"parts_us\": {" + absl::StrJoin(entries, ", ") + "}";
   }
@@ -160,9 +175,26 @@ absl::Status Run(int rank, Told* told) {
     KDT_ASSIGN_OR_RETURN(drafter, DrafterConfig::Load(options.drafter_dir));
   }
 
+  const Machine machine{absl::GetFlag(FLAGS_floor_tb_per_s) * 1e12,
+                        absl::GetFlag(FLAGS_floor_tflop_per_s) * 1e12, absl::GetFlag(FLAGS_floor_reduce_us)};
+  if (absl::GetFlag(FLAGS_floors)) {
+    for (const int64_t batch : batches) {
+      for (const int64_t c : contexts) {
+        for (const int64_t r : rows) {
+          const Load load{options.tp, options.moe_sharding, r * batch, batch, c};
+          PrintFloor(load, TargetCost(config, load, machine),
+                     drafts ? DrafterCost(drafter, config, load, machine) : Cost{});
+        }
+      }
+    }
+    return absl::OkStatus();
+  }
   KDT_ASSIGN_OR_RETURN(const auto device, kernels::MakeCudaBackend({told == nullptr ? 0 : rank}));
+  ExpertTap tap;
+  KDT_RETURN_IF_ERROR(tap.Allocate(*device, config.num_hidden_layers - config.first_k_dense_replace,
+                                   options.max_rows, config.num_experts_per_tok));
   PartClock clock(static_cast<cudaStream_t>(device->stream()));
-  const auto backend = MakePartBackend(device.get(), &clock);
+  const auto backend = MakePartBackend(device.get(), &clock, &tap);
   double start = Seconds();
   uint64_t bytes = 0;
   KDT_ASSIGN_OR_RETURN(const auto engine, Engine::Load(options, backend.get(),
@@ -185,8 +217,7 @@ absl::Status Run(int rank, Told* told) {
   const double capture_s = Seconds() - start;
   if (prints) std::printf("start of an epoch, capture of all graphs included: %.2f s\n", capture_s);
 
-  StepBench bench(engine.get(), &clock, rank, told);
-  Machine machine;
+  StepBench bench(engine.get(), &clock, &tap, rank, told);
   std::vector<Result> results;
   for (const int64_t batch : batches) {
     for (const int64_t c : contexts) {
@@ -213,6 +244,11 @@ absl::Status Run(int rank, Told* told) {
     bench.Restart();
     for (Result& result : results) {
       KDT_ASSIGN_OR_RETURN(result.parts, bench.MeasureParts(result.shape, 2, 7));
+      // The floor counts what was really chosen.
+      result.target = TargetCost(config,
+                                 {options.tp, options.moe_sharding, result.shape.rows * result.shape.batch,
+                                  result.shape.batch, result.shape.context, result.parts.experts},
+                                 machine);
       if (prints) Print(result, true);
     }
   }

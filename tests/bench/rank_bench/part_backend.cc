@@ -29,7 +29,8 @@ class MarkedGraph final : public Graph {
 
 class PartBackend final : public kernels::Backend {
  public:
-  PartBackend(kernels::Backend* inner, PartClock* clock) : inner_(inner), clock_(clock) {}
+  PartBackend(kernels::Backend* inner, PartClock* clock, ExpertTap* tap)
+      : inner_(inner), clock_(clock), tap_(tap) {}
 
   std::string name() const override { return inner_->name(); }
   std::string device_name() const override { return inner_->device_name(); }
@@ -61,6 +62,7 @@ class PartBackend final : public kernels::Backend {
   bool can_capture() const override { return inner_->can_capture(); }
   absl::StatusOr<std::unique_ptr<Graph>> Capture(absl::FunctionRef<absl::Status()> record) override {
     clock_->BeginGraph();
+    tap_->Begin();
     auto graph = inner_->Capture([&]() -> absl::Status {
       KDT_RETURN_IF_ERROR(record());
       return clock_->Enter(Part::kNone);
@@ -93,12 +95,18 @@ class PartBackend final : public kernels::Backend {
   KDT_PART_OP(DraftAttention, Part::kDraft)
   KDT_PART_OP(MlaPrepare, Part::kSmall)
   KDT_PART_OP(DraftPrepare, Part::kDraft)
-  KDT_PART_OP(Router, Part::kRouter)
   KDT_PART_OP(Moe, Part::kMoe)
   KDT_PART_OP(LogitsTopK, Part::kSampling)
   KDT_PART_OP(GumbelArgmax, Part::kSampling)
   KDT_PART_OP(TreeWalk, Part::kSampling)
 #undef KDT_PART_OP
+  absl::Status Router(const kernels::RouterArgs& args) override {
+    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kRouter));
+    KDT_RETURN_IF_ERROR(inner_->Router(args));
+    if (!clock_->enabled()) return absl::OkStatus();
+    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kNone));
+    return tap_->Take(*inner_, args);
+  }
   absl::Status VerifyAttentionReference(const kernels::VerifyAttentionArgs& args) override {
     KDT_RETURN_IF_ERROR(clock_->Enter(Part::kNone));
     return inner_->VerifyAttentionReference(args);
@@ -107,6 +115,7 @@ class PartBackend final : public kernels::Backend {
  private:
   kernels::Backend* inner_;
   PartClock* clock_;
+  ExpertTap* tap_;
 };
 
 class PartCollective final : public Collective {
@@ -146,8 +155,8 @@ class PartCollective final : public Collective {
 
 }  // namespace
 
-std::unique_ptr<kernels::Backend> MakePartBackend(kernels::Backend* inner, PartClock* clock) {
-  return std::make_unique<PartBackend>(inner, clock);
+std::unique_ptr<kernels::Backend> MakePartBackend(kernels::Backend* inner, PartClock* clock, ExpertTap* tap) {
+  return std::make_unique<PartBackend>(inner, clock, tap);
 }
 std::unique_ptr<Collective> MakePartCollective(Collective* inner, PartClock* clock) {
   return std::make_unique<PartCollective>(inner, clock);

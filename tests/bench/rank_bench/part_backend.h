@@ -4,12 +4,14 @@
 #include <memory>
 
 #include "kdt/kernels/backend.h"
+#include "tests/bench/rank_bench/expert_tap.h"
 #include "tests/bench/rank_bench/part_clock.h"
 #include "worker/collective/collective.h"
 
 namespace kdt::bench {
 
-std::unique_ptr<kernels::Backend> MakePartBackend(kernels::Backend* inner, PartClock* clock);
+// While the clock is on, `tap` takes what the routers choose.
+std::unique_ptr<kernels::Backend> MakePartBackend(kernels::Backend* inner, PartClock* clock, ExpertTap* tap);
 std::unique_ptr<Collective> MakePartCollective(Collective* inner, PartClock* clock);
 
 }  // namespace kdt::bench

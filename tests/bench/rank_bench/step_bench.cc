@@ -51,6 +51,7 @@ absl::Status StepBench::Step(const StepShape& shape) {
     }
   }
   clock_->BeginStep();
+  tap_->Begin();
   KDT_RETURN_IF_ERROR(engine_->Step(request, &response_));
   for (const v1::SequenceResult& result : response_.results()) {
     if (!result.error().empty()) return absl::InternalError(result.error());
@@ -86,18 +87,20 @@ absl::StatusOr<StepTimes> StepBench::Measure(const StepShape& shape, int warm_up
                    response_.expert_imbalance()};
 }
 
-absl::StatusOr<std::array<double, kParts>> StepBench::MeasureParts(const StepShape& shape, int warm_up,
-                                                                   int steps) {
+absl::StatusOr<StepParts> StepBench::MeasureParts(const StepShape& shape, int warm_up, int steps) {
   KDT_RETURN_IF_ERROR(Begin(shape));
+  StepParts result;
   std::array<std::vector<double>, kParts> all;
   std::array<double, kParts> parts{};
   for (int i = 0; i < warm_up + steps; ++i) {
     KDT_RETURN_IF_ERROR(Step(shape));
     KDT_RETURN_IF_ERROR(clock_->Collect(&parts));
-    for (int p = 0; p < kParts && i >= warm_up; ++p) all[p].push_back(parts[p]);
+    if (i < warm_up) continue;
+    for (int p = 0; p < kParts; ++p) all[p].push_back(parts[p]);
+    result.experts += tap_->Distinct(shape.rows * shape.batch) / steps;
   }
-  for (int p = 0; p < kParts; ++p) parts[p] = Median(all[p]);
-  return parts;
+  for (int p = 0; p < kParts; ++p) result.us[p] = Median(all[p]);
+  return result;
 }
 
 }  // namespace kdt::bench

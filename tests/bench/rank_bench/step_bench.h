@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kdt/v1/worker.pb.h"
+#include "tests/bench/rank_bench/expert_tap.h"
 #include "tests/bench/rank_bench/part_clock.h"
 #include "tests/bench/rank_bench/ranks.h"
 #include "worker/engine/engine.h"
@@ -30,17 +31,22 @@ struct StepTimes {
   double imbalance = 0;     // busiest expert over the mean
 };
 
+struct StepParts {
+  std::array<double, kParts> us{};  // medians
+  double experts = 0;               // distinct ones a layer, mean
+};
+
 class StepBench {
  public:
   // Everything outlives the object; the engine is at the start of an epoch. `told`: null where the other
   // ranks are not there.
-  StepBench(Engine* engine, PartClock* clock, int rank, Told* told)
-      : engine_(engine), clock_(clock), rank_(rank), told_(told) {}
+  StepBench(Engine* engine, PartClock* clock, ExpertTap* tap, int rank, Told* told)
+      : engine_(engine), clock_(clock), tap_(tap), rank_(rank), told_(told) {}
 
   // Medians of `steps` steps after `warm_up`.
   absl::StatusOr<StepTimes> Measure(const StepShape& shape, int warm_up, int steps);
-  // Microseconds of each part, medians; the clock is on.
-  absl::StatusOr<std::array<double, kParts>> MeasureParts(const StepShape& shape, int warm_up, int steps);
+  // The clock is on.
+  absl::StatusOr<StepParts> MeasureParts(const StepShape& shape, int warm_up, int steps);
   // The engine has begun a new epoch.
   void Restart() { step_ = first_id_ = last_id_ = 0; }
 
@@ -50,6 +56,7 @@ class StepBench {
 
   Engine* engine_;
   PartClock* clock_;
+  ExpertTap* tap_;
   int rank_;
   Told* told_;
   uint64_t step_ = 0;
