@@ -75,6 +75,7 @@ class CpuBackend final : public Backend {
   absl::Status AbsorbValue(const AbsorbValueArgs& args) override { return Do(cpu::AbsorbValue, args); }
   absl::Status KvWrite(const KvWriteArgs& args) override { return Do(cpu::KvWrite, args); }
   absl::Status KvMove(const KvMoveArgs& args) override { return Do(cpu::KvMove, args); }
+  absl::Status TableWrite(const TableWriteArgs& args) override { return Do(cpu::TableWrite, args); }
   absl::Status VerifyAttention(const VerifyAttentionArgs& args) override {
     return Do(cpu::VerifyAttention, args);
   }

@@ -8,8 +8,7 @@
 namespace kdt::kernels::cpu {
 
 void Embedding(Context& context, const EmbeddingArgs& args) {
-  KDT_CHECK(args.table.dtype == DType::kBF16 && args.out.dtype == DType::kF32 &&
-            args.table.cols == args.out.cols);
+  KDT_CHECK(args.out.dtype == DType::kF32 && args.table.cols == args.out.cols);
   const int64_t hidden = args.out.cols;
   ParallelRanges(context, args.out.rows, 1, hidden, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
@@ -17,6 +16,10 @@ void Embedding(Context& context, const EmbeddingArgs& args) {
       const int64_t local = args.token_ids[r] - args.vocab_begin;
       if (local < 0 || local >= args.table.rows) {
         std::memset(out, 0, hidden * sizeof(float));
+        continue;
+      }
+      if (args.table.dtype == DType::kF32) {
+        std::memcpy(out, args.table.f32() + local * args.table.stride, hidden * sizeof(float));
         continue;
       }
       const uint16_t* row = args.table.bf16() + local * args.table.stride;

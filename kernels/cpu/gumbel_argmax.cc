@@ -2,6 +2,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/gumbel_argmax.cc"
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "hwy/foreach_target.h"
@@ -27,16 +28,25 @@ void GumbelRow(const GumbelArgmaxArgs& args, int64_t row) {
   const VF inverse = hn::Set(d, noisy ? 1.0f / temperature : 1.0f);
   const uint64_t seed = args.seed[row], position = static_cast<uint64_t>(args.position[row]);
   VF best = hn::Set(d, kMasked);
+  // A difference with itself is 0 for finite values alone.
+  auto finite = hn::Eq(best, best);
   auto best_id = hn::Set(di, -1);
+  bool edges_finite = true;
   for (int64_t token = begin / 4 * 4; token < end; token += kStep) {
     VF value[4];
-    if (token >= begin && token + kStep <= end) {
+    const bool inside = token >= begin && token + kStep <= end;
+    if (inside) {
       hn::LoadInterleaved4(d, logits + (token - begin), value[0], value[1], value[2], value[3]);
+      for (int j = 0; j < 4; ++j) {
+        const VF zero = hn::Sub(value[j], value[j]);
+        finite = hn::And(finite, hn::Eq(zero, zero));
+      }
     } else {
       HWY_ALIGN float padded[kStep];
       std::fill(padded, padded + kStep, kMasked);
       const int64_t first = std::max(token, begin), last = std::min(token + kStep, end);
       std::copy(logits + (first - begin), logits + (last - begin), padded + (first - token));
+      for (int64_t i = first; i < last; ++i) edges_finite = edges_finite && std::isfinite(logits[i - begin]);
       hn::LoadInterleaved4(d, padded, value[0], value[1], value[2], value[3]);
     }
     if (noisy) {
@@ -63,6 +73,7 @@ void GumbelRow(const GumbelArgmaxArgs& args, int64_t row) {
   }
   args.id[row] = tokens[winner];
   args.value[row] = values[winner];
+  if (args.bad != nullptr) args.bad[row] = edges_finite && hn::AllTrue(d, finite) ? 0 : 1;
 }
 
 }  // namespace HWY_NAMESPACE

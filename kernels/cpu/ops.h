@@ -17,6 +17,7 @@ void AbsorbQuery(Context& context, const AbsorbQueryArgs& args);
 void AbsorbValue(Context& context, const AbsorbValueArgs& args);
 void KvWrite(Context& context, const KvWriteArgs& args);
 void KvMove(Context& context, const KvMoveArgs& args);
+void TableWrite(Context& context, const TableWriteArgs& args);
 void VerifyAttention(Context& context, const VerifyAttentionArgs& args);
 void Compare(Context& context, const CompareArgs& args);
 void DraftPrepare(Context& context, const DraftPrepareArgs& args);

@@ -132,6 +132,9 @@ class CudaBackend final : public Backend {
   }
   absl::Status KvWrite(const KvWriteArgs& args) override { return Do("kv_write", cuda::KvWrite, args); }
   absl::Status KvMove(const KvMoveArgs& args) override { return Do("kv_move", cuda::KvMove, args); }
+  absl::Status TableWrite(const TableWriteArgs& args) override {
+    return Do("table_write", cuda::TableWrite, args);
+  }
   absl::Status VerifyAttention(const VerifyAttentionArgs& args) override {
     return Do("verify_attention", cuda::VerifyAttention, args);
   }

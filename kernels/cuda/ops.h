@@ -19,6 +19,7 @@
 #include "kdt/kernels/rms_norm.h"
 #include "kdt/kernels/rope.h"
 #include "kdt/kernels/router.h"
+#include "kdt/kernels/table_write.h"
 #include "kdt/kernels/tree_walk.h"
 #include "kdt/kernels/verify_attention.h"
 
@@ -45,6 +46,7 @@ cudaError_t AbsorbQuery(const Launch& launch, const kernels::AbsorbQueryArgs& ar
 cudaError_t AbsorbValue(const Launch& launch, const kernels::AbsorbValueArgs& args);
 cudaError_t KvWrite(const Launch& launch, const kernels::KvWriteArgs& args);
 cudaError_t KvMove(const Launch& launch, const kernels::KvMoveArgs& args);
+cudaError_t TableWrite(const Launch& launch, const kernels::TableWriteArgs& args);
 cudaError_t VerifyAttention(const Launch& launch, const kernels::VerifyAttentionArgs& args);
 cudaError_t VerifyAttentionReference(const Launch& launch, const kernels::VerifyAttentionArgs& args);
 cudaError_t Compare(const Launch& launch, const kernels::CompareArgs& args);

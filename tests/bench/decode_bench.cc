@@ -108,7 +108,7 @@ v1::StepRequest PrefillStep(const ModelConfig& config, int prompt) {
 absl::Status PrintVerify(Engine& engine, Collective* collective, const ModelConfig& config, int prompt,
                          int nodes, bool draft) {
   constexpr int kSteps = 40;
-  engine.StartEpoch(collective);
+  KDT_RETURN_IF_ERROR(engine.StartEpoch(collective));
   v1::StepResponse response;
   KDT_RETURN_IF_ERROR(engine.Step(PrefillStep(config, prompt), &response));
   std::vector<double> cpu, total, forward, drafting, sample;
@@ -163,7 +163,7 @@ absl::Status Run() {
   v1::StepResponse response;
   std::vector<v1::StepTimings> timings;
   for (int repeat = 0; repeat < repeats; ++repeat) {
-    engine->StartEpoch(collective.get());
+    KDT_RETURN_IF_ERROR(engine->StartEpoch(collective.get()));
     KDT_RETURN_IF_ERROR(engine->Step(PrefillStep(config, prompt), &response));
     const double start = Seconds();
     for (int i = 0; i < tokens; ++i) {

@@ -52,7 +52,10 @@ constexpr uint32_t kSlots = 1 << 20;
 // reduction.
 class IdleEngine : public Engine {
  public:
-  void StartEpoch(Collective* collective) override { collective_ = collective; }
+  absl::Status StartEpoch(Collective* collective) override {
+    collective_ = collective;
+    return absl::OkStatus();
+  }
   absl::Status Step(const v1::StepRequest& request, v1::StepResponse* response) override {
     const int64_t start_us = MonotonicMicros();
     float value = 1;

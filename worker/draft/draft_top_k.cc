@@ -1,10 +1,10 @@
 #include "worker/draft/draft_top_k.h"
 
 #include <algorithm>
-#include <bit>
 
 #include "common/status.h"
 #include "worker/sampling/truncation.h"
+#include "worker/sampling/vocab_gather.h"
 
 namespace kdt {
 
@@ -12,75 +12,82 @@ using kernels::Buffer;
 using kernels::kMaxTopK;
 using kernels::Tensor;
 
+DraftTopK::Layout::Layout(int64_t rows, int64_t k) {
+  constexpr int64_t kRowsUnit = 16;  // everything is aligned to 16 bytes
+  const auto pitch = static_cast<size_t>((rows + kRowsUnit - 1) / kRowsUnit * kRowsUnit);
+  sum = pitch * sizeof(float);
+  bad = sum + pitch * sizeof(float);
+  ids = bad + pitch;
+  values = ids + pitch * k * sizeof(int32_t);
+  size = values + pitch * k * sizeof(float);
+}
+
 absl::StatusOr<std::unique_ptr<DraftTopK>> DraftTopK::Create(kernels::Backend* backend, Shard shard,
                                                              int64_t vocab_size, int64_t max_rows) {
   auto top = std::unique_ptr<DraftTopK>(new DraftTopK(backend, shard, vocab_size));
-  for (Buffer* buffer : {&top->max_, &top->sum_exp_, &top->bad_}) {
-    KDT_ASSIGN_OR_RETURN(*buffer, Buffer::Make(*backend, max_rows * sizeof(float)));
-  }
-  for (Buffer* buffer : {&top->ids_, &top->values_}) {
-    KDT_ASSIGN_OR_RETURN(*buffer, Buffer::Make(*backend, max_rows * kMaxTopK * sizeof(float)));
-  }
-  if (shard.size > 1) KDT_RETURN_IF_ERROR(top->gather_.Reserve(max_rows * (2 * kMaxTopK + 3), shard.size));
+  const size_t bytes = Layout(max_rows, top->LocalK(kMaxTopK)).size;
+  KDT_ASSIGN_OR_RETURN(top->mine_, Buffer::Make(*backend, bytes));
+  KDT_ASSIGN_OR_RETURN(top->host_, kernels::HostBuffer::Make(*backend, bytes * shard.size));
+  if (shard.size == 1) return top;
+  KDT_ASSIGN_OR_RETURN(top->all_, Buffer::Make(*backend, bytes * shard.size));
   return top;
 }
 
-absl::Status DraftTopK::Run(const Tensor& logits, int64_t k, Collective& collective, DraftCandidates* out) {
-  const int64_t rows = logits.rows;
-  const int64_t local = std::min(k, logits.cols);
-  KDT_RETURN_IF_ERROR(
-      backend_->LogitsTopK({logits, shard_.Begin(vocab_size_), local, max_.as<float>(), sum_exp_.as<float>(),
-                            bad_.as<uint8_t>(), ids_.as<int32_t>(), values_.as<float>()}));
-  // The reductions in front of the logits are over before the downloads wait without a deadline.
-  KDT_RETURN_IF_ERROR(collective.Finish(*backend_));
-  host_max_.resize(rows);
-  host_sum_.resize(rows);
-  host_bad_.resize(rows);
-  host_ids_.resize(rows * local);
-  host_values_.resize(rows * local);
-  KDT_RETURN_IF_ERROR(backend_->Download(host_max_.data(), max_.data(), rows * sizeof(float)));
-  KDT_RETURN_IF_ERROR(backend_->Download(host_sum_.data(), sum_exp_.data(), rows * sizeof(float)));
-  KDT_RETURN_IF_ERROR(backend_->Download(host_bad_.data(), bad_.data(), rows));
-  KDT_RETURN_IF_ERROR(backend_->Download(host_ids_.data(), ids_.data(), rows * local * sizeof(int32_t)));
-  KDT_RETURN_IF_ERROR(backend_->Download(host_values_.data(), values_.data(), rows * local * sizeof(float)));
+int64_t DraftTopK::LocalK(int64_t k) const { return std::min(k, shard_.Count(vocab_size_)); }
 
-  // A row's record: maximum, sum, bad, ids, values.
-  const size_t record = 3 + 2 * local;
-  words_.clear();
-  for (int64_t row = 0; row < rows; ++row) {
-    words_.insert(words_.end(), {std::bit_cast<uint32_t>(host_max_[row]),
-                                 std::bit_cast<uint32_t>(host_sum_[row]), uint32_t{host_bad_[row]}});
-    for (int64_t j = 0; j < local; ++j) words_.push_back(std::bit_cast<uint32_t>(host_ids_[row * local + j]));
-    for (int64_t j = 0; j < local; ++j)
-      words_.push_back(std::bit_cast<uint32_t>(host_values_[row * local + j]));
-  }
-  KDT_ASSIGN_OR_RETURN(const auto words, gather_.Gather(words_, collective));
+absl::Status DraftTopK::Queue(const Tensor& logits, int64_t k, Collective& collective) {
+  const int64_t local = LocalK(k);
+  const Layout layout(logits.rows, local);
+  char* const to = mine_.as<char>();
+  KDT_RETURN_IF_ERROR(backend_->LogitsTopK(
+      {logits, shard_.Begin(vocab_size_), local, reinterpret_cast<float*>(to),
+       reinterpret_cast<float*>(to + layout.sum), reinterpret_cast<uint8_t*>(to + layout.bad),
+       reinterpret_cast<int32_t*>(to + layout.ids), reinterpret_cast<float*>(to + layout.values)}));
+  if (shard_.size == 1) return backend_->DownloadAsync(host_.data(), to, layout.size);
+  KDT_RETURN_IF_ERROR(collective.AllGather(to, layout.size, all_.data()));
+  return backend_->DownloadAsync(host_.data(), all_.data(), layout.size * shard_.size);
+}
 
-  out->k = k;
-  out->ids.assign(rows * k, 0);
-  out->log_probs.assign(rows * k, 0);
-  out->bad.assign(rows, 0);
-  std::vector<Candidate> best;
-  for (int64_t row = 0; row < rows; ++row) {
+DraftCandidates DraftTopK::Merge(int64_t queued_rows, int64_t queued_k, int64_t begin, int64_t end,
+                                 int64_t k) const {
+  const int64_t local = LocalK(queued_k);
+  const Layout layout(queued_rows, local);
+  DraftCandidates out;
+  out.k = k;
+  out.ids.assign((end - begin) * k, 0);
+  out.log_probs.assign((end - begin) * k, 0);
+  out.bad.assign(end - begin, 0);
+  std::vector<int64_t> taken(shard_.size);  // of each rank's list, which is sorted
+  for (int64_t row = begin; row < end; ++row) {
     LogSum sum = kEmptyLogSum;
-    best.clear();
-    for (int r = 0; r < shard_.size; ++r) {
-      const uint32_t* at = words.data() + (r * rows + row) * record;
-      sum.Merge(std::bit_cast<float>(at[0]), std::bit_cast<float>(at[1]));
-      out->bad[row] |= at[2] != 0;
-      for (int64_t j = 0; j < local; ++j) {
-        best.push_back({std::bit_cast<int32_t>(at[3 + j]), std::bit_cast<float>(at[3 + local + j])});
-      }
+    uint8_t& bad = out.bad[row - begin];
+    const auto part = [&](int rank, size_t offset) { return host_.data() + rank * layout.size + offset; };
+    for (int rank = 0; rank < shard_.size; ++rank) {
+      sum.Merge(reinterpret_cast<const float*>(part(rank, 0))[row],
+                reinterpret_cast<const float*>(part(rank, layout.sum))[row]);
+      bad |= part(rank, layout.bad)[row] != 0 ? 1 : 0;
     }
-    if (out->bad[row]) continue;
-    std::partial_sort(best.begin(), best.begin() + k, best.end());
+    if (bad != 0) continue;
     const double log_sum_exp = sum.LogSumExp();
+    std::fill(taken.begin(), taken.end(), 0);
     for (int64_t j = 0; j < k; ++j) {
-      out->ids[row * k + j] = best[j].id;
-      out->log_probs[row * k + j] = static_cast<float>(best[j].value - log_sum_exp);
+      Candidate best{-1, 0};
+      int best_rank = 0;
+      for (int rank = 0; rank < shard_.size; ++rank) {
+        if (taken[rank] == local) continue;
+        const int64_t at = row * local + taken[rank];
+        const Candidate next{reinterpret_cast<const int32_t*>(part(rank, layout.ids))[at],
+                             reinterpret_cast<const float*>(part(rank, layout.values))[at]};
+        if (best.id >= 0 && !(next < best)) continue;
+        best = next;
+        best_rank = rank;
+      }
+      ++taken[best_rank];
+      out.ids[(row - begin) * k + j] = best.id;
+      out.log_probs[(row - begin) * k + j] = static_cast<float>(best.value - log_sum_exp);
     }
   }
-  return absl::OkStatus();
+  return out;
 }
 
 }  // namespace kdt

@@ -11,7 +11,6 @@
 #include "kdt/kernels/backend.h"
 #include "worker/collective/collective.h"
 #include "worker/model/shard.h"
-#include "worker/sampling/vocab_gather.h"
 
 namespace kdt {
 
@@ -27,22 +26,29 @@ class DraftTopK {
  public:
   static absl::StatusOr<std::unique_ptr<DraftTopK>> Create(kernels::Backend* backend, Shard shard,
                                                            int64_t vocab_size, int64_t max_rows);
+
+  // Queues the search, the gathering from all ranks and the copy to the host; may be captured.
   // logits: f32 [rows, vocab_local]; k: 1 .. min(kMaxTopK, vocabulary).
-  absl::Status Run(const kernels::Tensor& logits, int64_t k, Collective& collective, DraftCandidates* out);
+  absl::Status Queue(const kernels::Tensor& logits, int64_t k, Collective& collective);
+  // Once that is done: the best `k` (at most what was queued) of rows [begin, end) of the `queued_rows`.
+  DraftCandidates Merge(int64_t queued_rows, int64_t queued_k, int64_t begin, int64_t end, int64_t k) const;
 
  private:
+  // Where a rank's results of `rows` rows lie behind each other, in bytes: maxima, sums, bad marks, ids,
+  // values.
+  struct Layout {
+    Layout(int64_t rows, int64_t k);
+    size_t sum, bad, ids, values, size;
+  };
   DraftTopK(kernels::Backend* backend, Shard shard, int64_t vocab_size)
-      : backend_(backend), shard_(shard), vocab_size_(vocab_size), gather_(backend) {}
+      : backend_(backend), shard_(shard), vocab_size_(vocab_size) {}
+  int64_t LocalK(int64_t k) const;
 
   kernels::Backend* backend_;
   Shard shard_;
   int64_t vocab_size_;
-  kernels::Buffer max_, sum_exp_, bad_, ids_, values_;
-  std::vector<float> host_max_, host_sum_, host_values_;
-  std::vector<uint8_t> host_bad_;
-  std::vector<int32_t> host_ids_;
-  std::vector<uint32_t> words_;
-  WordGather gather_;
+  kernels::Buffer mine_, all_;
+  kernels::HostBuffer host_;
 };
 
 }  // namespace kdt

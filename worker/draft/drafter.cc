@@ -41,6 +41,7 @@ absl::StatusOr<std::unique_ptr<Drafter>> Drafter::Create(kernels::Backend* backe
   const int64_t inner = shard.Count(config->intermediate_size);
   const std::pair<Buffer*, int64_t> widths[] = {
       {&drafter->features_, config->hidden_size * f32},
+      {&drafter->kept_features_, config->hidden_size * f32},
       {&drafter->residual_, config->hidden_size * size},
       {&drafter->branch_, config->hidden_size * size},
       {&drafter->normed_, config->hidden_size * size},
@@ -70,13 +71,9 @@ absl::Status Drafter::OnLayerOutput(int64_t layer, const Tensor& residual) {
 
 absl::Status Drafter::AppendContext(const ContextRows& context, Collective& collective) {
   const int64_t hidden = config_->hidden_size;
-  // Only rows that are kept go on: they move together in place, in path order.
-  if (!context.all) {
-    KDT_RETURN_IF_ERROR(
-        backend_->KvMove({context.rows, context.iota, context.count,
-                          MakeTensor(features_.data(), kernels::DType::kF32, max_rows_, hidden), 1, 0}));
-  }
-  const Tensor features = MakeTensor(features_.data(), kernels::DType::kF32, context.count, hidden);
+  const Tensor features = MakeTensor(kept_features_.data(), kernels::DType::kF32, context.count, hidden);
+  KDT_RETURN_IF_ERROR(backend_->Embedding(
+      {context.rows, 0, MakeTensor(features_.data(), kernels::DType::kF32, max_rows_, hidden), features}));
   const Tensor normed = Act(normed_, context.count, hidden);
   KDT_RETURN_IF_ERROR(
       collective.AllReduceNorm(*backend_, {features, {}, weights_->hidden_norm, eps_, normed}));
@@ -150,12 +147,12 @@ absl::StatusOr<Tensor> Drafter::Draft(const DraftBlocks& blocks, Collective& col
       KDT_RETURN_IF_ERROR(backend_->Add({branch, residual}));
     }
   }
-  // The root's row has done its work; the others move together.
+  // The root's row has done its work.
   const int64_t masks = blocks.sequences * (config_->block_size - 1);
-  KDT_RETURN_IF_ERROR(backend_->KvMove({blocks.mask_rows, blocks.iota, masks, residual, 1, 0}));
+  const Tensor gathered = Act(branch_, masks, hidden);
+  KDT_RETURN_IF_ERROR(backend_->Embedding({blocks.mask_rows, 0, residual, gathered}));
   const Tensor last = Act(normed_, masks, hidden);
-  KDT_RETURN_IF_ERROR(
-      backend_->RmsNorm({Act(residual_, masks, hidden), {}, weights_->final_norm, eps_, last}));
+  KDT_RETURN_IF_ERROR(backend_->RmsNorm({gathered, {}, weights_->final_norm, eps_, last}));
   const Tensor& lm_head = target_->weights().lm_head;
   const Tensor logits = MakeTensor(logits_.data(), kernels::DType::kF32, masks, lm_head.rows);
   KDT_RETURN_IF_ERROR(backend_->Gemm({last, lm_head, logits}));

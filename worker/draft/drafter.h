@@ -25,11 +25,9 @@ namespace kdt {
 // Rows whose K/V join the context, all pointers in the backend's memory.
 struct ContextRows {
   int64_t count = 0;
-  const int32_t* rows = nullptr;       // [count] rows of the step, strictly rising
-  const int32_t* iota = nullptr;       // 0, 1, ...
-  bool all = false;                    // they are the step's first `count` rows
+  const int32_t* rows = nullptr;       // [count] rows of the step
   const int32_t* positions = nullptr;  // [count]
-  const int32_t* slots = nullptr;      // [count]
+  const int32_t* slots = nullptr;      // [count], -1: padding
 };
 
 // Blocks of `block_size` rows, one a sequence, all pointers in the backend's memory.
@@ -42,7 +40,6 @@ struct DraftBlocks {
   const int32_t* slot_table = nullptr;      // [sequences, table_stride]
   int64_t table_stride = 0;
   const int32_t* mask_rows = nullptr;  // [sequences * (block_size - 1)]: rows that are not roots
-  const int32_t* iota = nullptr;
 };
 
 class Drafter {
@@ -89,7 +86,8 @@ class Drafter {
   std::vector<const uint16_t*> k_norms_;  // of the layers
 
   // [max_rows, ...] each; none is shared with the target.
-  kernels::Buffer features_;  // f32 hidden: fc's sum over target layers, of this rank's columns
+  kernels::Buffer features_;       // f32 hidden: fc's sum over target layers, of this rank's columns
+  kernels::Buffer kept_features_;  // f32 hidden: of the rows that are kept
   kernels::Buffer residual_, branch_, normed_;  // hidden
   kernels::Buffer q_, attended_;                // heads * dim
   kernels::Buffer kv_rows_;                     // layers * 2 * kv_heads * dim

@@ -14,6 +14,7 @@
 #include "worker/collective/collective.h"
 #include "worker/engine/attention_check.h"
 #include "worker/engine/observer.h"
+#include "worker/engine/step_graphs.h"
 #include "worker/model/load_progress.h"
 #include "worker/model/shard.h"
 
@@ -41,8 +42,12 @@ struct EngineOptions {
   // The folders need to hold nothing but config.json: weights and KV rows are random. For benchmarks.
   bool random_weights = false;
   AttentionMode attention = AttentionMode::kFast;
-  int64_t validate_every = 64;         // kValidate: every so many steps
-  EngineObserver* observer = nullptr;  // for tests; outlives the engine
+  int64_t validate_every = 64;  // kValidate: every so many steps
+  StepMode step_mode = StepMode::kAuto;
+  // After StartEpoch the backend is sealed (Backend::Seal): a step that allocates, or copies pageable memory
+  // outside the general sampler, fails with the call's name.
+  bool strict = false;
+  EngineObserver* observer = nullptr;  // for tests; outlives the engine. No graphs with one
 };
 
 // What an engine did and found since it was loaded.
@@ -56,6 +61,10 @@ struct EngineStats {
   double capture_seconds = 0;  // to capture all graphs, the last time
   std::vector<kernels::KernelUse> kernel_uses;  // of the target's graph that ran last
   AttentionErrors attention;
+  int64_t graphs = 0;  // of all pieces
+  int64_t graph_nodes = 0;
+  int64_t general_draws = 0;  // steps whose sampling went through the host
+  kernels::BackendStats device;
 };
 
 class Engine {
@@ -67,7 +76,9 @@ class Engine {
                                                       const LoadProgress& progress);
 
   // Drops all sequences and uses `collective` from now on (owned by the caller, alive until the next call).
-  virtual void StartEpoch(Collective* collective) = 0;
+  // Where the backend captures graphs they are made here; an error names the op that would not be captured. A
+  // step of more rows than the largest of them (max_rows) is refused, as everywhere.
+  virtual absl::Status StartEpoch(Collective* collective) = 0;
 
   // Runs one step. The request's every field is checked before anything changes. An error Status means that
   // the step failed as a whole (a bad request, a dead collective, a device fault) and the epoch is over. On

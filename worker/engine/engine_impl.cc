@@ -1,7 +1,6 @@
 #include "worker/engine/engine_impl.h"
 
 #include <algorithm>
-#include <bit>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -20,13 +19,6 @@ constexpr double kNsPerUs = 1000;
 
 float Micros(int64_t ns) { return static_cast<float>(static_cast<double>(ns) / kNsPerUs); }
 
-// One round of a running 64-bit hash (multiply and fold, constants of splitmix64).
-uint64_t Mix(uint64_t hash, uint64_t value) {
-  hash = (hash ^ value) * 0xbf58476d1ce4e5b9u;
-  hash = (hash ^ (hash >> 27)) * 0x94d049bb133111ebu;
-  return hash ^ (hash >> 31);
-}
-
 // Adds what the collective waits between construction and destruction.
 class WaitTimer {
  public:
@@ -42,25 +34,7 @@ class WaitTimer {
   const int64_t before_;
 };
 
-void FillLogprobs(const SampledRow& row, v1::PositionLogprobs* out) {
-  out->mutable_token()->set_token_id(static_cast<uint32_t>(row.token));
-  out->mutable_token()->set_logprob(row.logprob);
-  for (const auto& [id, logprob] : row.top) {
-    v1::TokenLogprob* entry = out->add_top();
-    entry->set_token_id(static_cast<uint32_t>(id));
-    entry->set_logprob(logprob);
-  }
-}
-
 }  // namespace
-
-void EngineImpl::StartEpoch(Collective* collective) {
-  pool_->Clear();
-  sampling_.clear();
-  collective_ = collective;
-  last_step_ = 0;
-  digest_ = 0;
-}
 
 absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* response) {
   if (collective_ == nullptr) return absl::FailedPreconditionError("the engine is in no epoch");
@@ -80,7 +54,7 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
                                  : absl::Now() + absl::Milliseconds(request.deadline_ms()));
     const std::span<const PlannedSequence> sequences = plan.sequences;
     KDT_RETURN_IF_ERROR(ApplyOps(plan.ops));
-    KDT_RETURN_IF_ERROR(Move(pool_->Relocate(std::min(kRelocatedRowsAStep, limits_.max_rows))));
+    KDT_RETURN_IF_ERROR(Relocate());
     outcomes_.assign(sequences.size(), {});
     drafts_.clear();
     if (!sequences.empty()) {
@@ -89,18 +63,18 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
       {
         const WaitTimer wait(*collective_, &sample_wait_ns);
         PhaseTimer sample_timer(&times_.sample_ns);
-        KDT_RETURN_IF_ERROR(Sample(sequences));
-        KDT_RETURN_IF_ERROR(Walk(sequences));
+        KDT_RETURN_IF_ERROR(Sample());
+        Walk(sequences);
         Decide(sequences);
         KDT_RETURN_IF_ERROR(Commit(sequences));
       }
-      if (drafter_ != nullptr) {
-        const WaitTimer wait(*collective_, &draft_wait_ns);
-        PhaseTimer draft_timer(&times_.draft_ns);
-        KDT_RETURN_IF_ERROR(Draft(sequences));
-      }
+      const WaitTimer wait(*collective_, &draft_wait_ns);
+      PhaseTimer draft_timer(&times_.draft_ns);
+      KDT_RETURN_IF_ERROR(Draft());
     }
     KDT_RETURN_IF_ERROR(collective_->Finish(*backend_));
+    MergeDrafts();
+    EndStep();
     last_step_ = request.step();
     UpdateDigest(sequences);
     Respond(sequences, response);
@@ -122,12 +96,6 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
   return absl::OkStatus();
 }
 
-EngineStats EngineImpl::stats() const {
-  EngineStats stats;
-  stats.attention = attention_->errors();
-  return stats;
-}
-
 absl::Status EngineImpl::ApplyOps(const std::vector<PlannedOp>& ops) {
   const int64_t vocab_begin = shard_.Begin(config_.vocab_size);
   const int64_t vocab_local = shard_.Count(config_.vocab_size);
@@ -135,6 +103,7 @@ absl::Status EngineImpl::ApplyOps(const std::vector<PlannedOp>& ops) {
     switch (op.kind) {
       case PlannedOp::Kind::kFree:
         KDT_RETURN_IF_ERROR(pool_->FreeSequence(op.id));
+        ForgetTables();  // the id may come again
         sampling_.erase(op.id);
         break;
       case PlannedOp::Kind::kCreate:
@@ -169,29 +138,29 @@ absl::Status EngineImpl::BeginRows(std::span<const PlannedSequence> sequences) {
 
 absl::Status EngineImpl::Forward(std::span<const PlannedSequence> sequences) {
   PhaseTimer timer(&times_.forward_ns);
-  KDT_RETURN_IF_ERROR(batch_.Fill(sequences, *pool_));
-  const auto hook = [this](int64_t layer, const kernels::Tensor& residual) -> absl::Status {
-    if (options_.observer != nullptr) options_.observer->OnLayerOutput(layer, residual);
-    return drafter_ == nullptr ? absl::OkStatus() : drafter_->OnLayerOutput(layer, residual);
-  };
-  attention_->BeginStep(last_step_ + 1);
-  KDT_RETURN_IF_ERROR(forward_->Run(batch_.rows(), *collective_, hook, &times_));
+  const StepBatch::Counts counts = StepBatch::Count(sequences);
+  shape_.rows = graphs_->Rows(counts.rows);
+  shape_.sequences = graphs_->Sequences(static_cast<int64_t>(sequences.size()), shape_.rows);
+  shape_.logit_rows = counts.logit_rows == 0 ? 0 : graphs_->Rows(counts.logit_rows);
+  KDT_RETURN_IF_ERROR(batch_.Fill(sequences, *pool_, shape_.rows, shape_.sequences, shape_.logit_rows));
+  FillSampleRows(sequences);
+  const auto forward = [this] { return ForwardOps(shape_.rows, shape_.sequences); };
+  // A validated step's ops are not those of the graph.
+  KDT_RETURN_IF_ERROR(attention_->BeginStep(last_step_ + 1)
+                          ? forward()
+                          : graphs_->Run(StepPiece::kForward, shape_.rows, shape_.sequences, forward));
   KDT_RETURN_IF_ERROR(attention_->EndStep());
-  const int64_t count = static_cast<int64_t>(batch_.logit_rows().size());
-  if (count == 0) return absl::OkStatus();
-  const bool all = batch_.logit_rows().back() == count - 1;
-  KDT_ASSIGN_OR_RETURN(logits_, forward_->Logits(batch_.device_logit_rows(), batch_.iota(), count, all));
-  if (options_.observer != nullptr) options_.observer->OnLogits(logits_);
-  return absl::OkStatus();
+  if (shape_.logit_rows == 0) return absl::OkStatus();
+  KDT_RETURN_IF_ERROR(graphs_->Run(StepPiece::kLogits, shape_.logit_rows, 0,
+                                   [this] { return LogitsOps(shape_.logit_rows, draws_by_argmax_); }));
+  return collective_->Finish(*backend_);
 }
 
-absl::Status EngineImpl::Sample(std::span<const PlannedSequence> sequences) {
-  const size_t count = batch_.logit_rows().size();
-  sampled_.clear();
-  if (count == 0) return absl::OkStatus();
+// What every logit row is asked, and the keys of its draw where the device can make it.
+void EngineImpl::FillSampleRows(std::span<const PlannedSequence> sequences) {
   sample_rows_.clear();
   paths_.clear();
-  paths_.reserve(count);  // spans point into it
+  paths_.reserve(batch_.logit_rows());  // spans point into it
   for (const PlannedSequence& sequence : sequences) {
     const SequenceSampling& sampling = sampling_.at(sequence.id);
     const SamplingParams& params = sampling.params();
@@ -222,60 +191,68 @@ absl::Status EngineImpl::Sample(std::span<const PlannedSequence> sequences) {
       sample_rows_.push_back(row);
     }
   }
-  return sampler_->Sample(logits_, sample_rows_, *collective_, &sampled_);
+  draws_by_argmax_ = std::all_of(sample_rows_.begin(), sample_rows_.end(), DrawsByArgmax);
+  for (size_t i = 0; i < sample_rows_.size(); ++i) {
+    const SampleRow& row = sample_rows_[i];
+    if (draws_by_argmax_) {
+      const SamplingParams& params = row.sequence->params();
+      batch_.SetDraw(static_cast<int64_t>(i), params.temperature, params.seed, row.position);
+    } else {
+      batch_.SetDraw(static_cast<int64_t>(i), 0, 0, 0);
+    }
+  }
 }
 
-// All trees of the step: from the root along the nodes that carry their parent's drawn token.
-absl::Status EngineImpl::Walk(std::span<const PlannedSequence> sequences) {
-  int32_t* row_begin = walk_block_.host(walk_row_begin_);
-  int64_t trees = 0;
-  int64_t rows = 0;
+absl::Status EngineImpl::Sample() {
+  sampled_.clear();
+  if (batch_.logit_rows() == 0) return absl::OkStatus();
+  if (draws_by_argmax_) {
+    argmax_draw_->Merge(shape_.logit_rows, batch_.logit_rows(), &sampled_);
+    return absl::OkStatus();
+  }
+  // The general way copies logits and records through pageable memory.
+  ++general_draws_;
+  backend_->Seal(false);
+  const absl::Status status =
+      sampler_->Sample(forward_->logits(batch_.logit_rows()), sample_rows_, *collective_, &sampled_);
+  backend_->Seal(options_.strict);
+  return status;
+}
+
+// All trees of the step: from the root along the nodes that carry their parent's drawn token (the definition
+// is TreeWalkArgs'; a few hundred nodes cost the host less than a kernel's launch).
+void EngineImpl::Walk(std::span<const PlannedSequence> sequences) {
   for (size_t s = 0; s < sequences.size(); ++s) {
     const PlannedSequence& sequence = sequences[s];
     if (!sequence.tree) continue;
-    row_begin[trees++] = static_cast<int32_t>(rows);
-    for (int64_t i = 0; i < sequence.rows(); ++i, ++rows) {
-      const SampledRow& sampled = sampled_[batch_.logit_begin(s) + i];
-      walk_block_.host(walk_tokens_)[rows] = sequence.tokens[i];
-      walk_block_.host(walk_parents_)[rows] = sequence.parents[i];
-      walk_block_.host(walk_targets_)[rows] = sampled.bad ? -1 : sampled.token;
+    std::vector<int32_t>& path = outcomes_[s].kept;
+    const SampledRow* const sampled = sampled_.data() + batch_.logit_begin(s);
+    int32_t node = 0;
+    path.push_back(node);
+    // A child stands behind its parent, so one pass finds the whole path. A bad node ends it.
+    for (int32_t i = 1; i < static_cast<int32_t>(sequence.rows()); ++i) {
+      if (sequence.parents[i] != node || sampled[node].bad || sequence.tokens[i] != sampled[node].token)
+        continue;
+      node = i;
+      path.push_back(node);
     }
   }
-  tree_path_.resize(rows);
-  tree_path_length_.resize(trees);
-  if (trees == 0) return absl::OkStatus();
-  row_begin[trees] = static_cast<int32_t>(rows);
-  KDT_RETURN_IF_ERROR(walk_block_.Upload());
-  KDT_RETURN_IF_ERROR(
-      backend_->TreeWalk({trees, walk_block_.device(walk_row_begin_), walk_block_.device(walk_tokens_),
-                          walk_block_.device(walk_parents_), walk_block_.device(walk_targets_),
-                          walk_block_.device(walk_path_length_), walk_block_.device(walk_path_),
-                          walk_block_.device(walk_next_root_)}));
-  KDT_RETURN_IF_ERROR(backend_->Download(tree_path_length_.data(), walk_block_.device(walk_path_length_),
-                                         trees * sizeof(int32_t)));
-  return backend_->Download(tree_path_.data(), walk_block_.device(walk_path_), rows * sizeof(int32_t));
 }
 
 // What is kept of each sequence. One whose own logits are not numbers keeps nothing; a bad node off the path
 // is no fault, since plain decoding would never have come there.
 void EngineImpl::Decide(std::span<const PlannedSequence> sequences) {
-  int64_t tree = 0;
-  int64_t tree_row = 0;
   for (size_t s = 0; s < sequences.size(); ++s) {
     const PlannedSequence& sequence = sequences[s];
     Outcome& outcome = outcomes_[s];
     const int64_t first = batch_.logit_begin(s);
     int64_t bad_position = -1;
     if (sequence.tree) {
-      for (int32_t j = 0; j <= tree_path_length_[tree]; ++j) {
-        const int32_t node = tree_path_[tree_row + j];
+      for (const int32_t node : outcome.kept) {
         const SampledRow& sampled = sampled_[first + node];
-        outcome.kept.push_back(node);
         outcome.drawn.push_back(sampled.token);
         if (sampled.bad) bad_position = sequence.Position(node);
       }
-      ++tree;
-      tree_row += sequence.rows();
     } else {
       int64_t logit = first;
       for (int64_t i = 0; i < sequence.rows(); ++i) {
@@ -295,17 +272,19 @@ void EngineImpl::Decide(std::span<const PlannedSequence> sequences) {
   }
 }
 
-absl::Status EngineImpl::Move(const std::vector<SlotMove>& moves) {
-  KDT_CHECK(static_cast<int64_t>(moves.size()) <= limits_.max_rows);
+// Live relocation, ahead of the step's rows: rare, so it is launched op by op.
+absl::Status EngineImpl::Relocate() {
+  const std::vector<SlotMove> moves = pool_->Relocate(std::min(kRelocatedRowsAStep, limits_.max_rows));
   if (moves.empty()) return absl::OkStatus();
+  ForgetTables();
   for (size_t i = 0; i < moves.size(); ++i) {
-    move_block_.host(move_from_)[i] = moves[i].from;
-    move_block_.host(move_to_)[i] = moves[i].to;
+    relocation_block_.host(relocation_from_)[i] = moves[i].from;
+    relocation_block_.host(relocation_to_)[i] = moves[i].to;
   }
-  KDT_RETURN_IF_ERROR(move_block_.Upload());
-  const int64_t count = static_cast<int64_t>(moves.size());
-  const int32_t* from = move_block_.device(move_from_);
-  const int32_t* to = move_block_.device(move_to_);
+  KDT_RETURN_IF_ERROR(relocation_block_.Upload());
+  const auto count = static_cast<int64_t>(moves.size());
+  const int32_t* from = relocation_block_.device(relocation_from_);
+  const int32_t* to = relocation_block_.device(relocation_to_);
   KDT_RETURN_IF_ERROR(backend_->KvMove({from, to, count, kv_.Layer(0), kv_.layers(), kv_.layer_stride()}));
   if (drafter_ == nullptr) return absl::OkStatus();
   return backend_->KvMove(
@@ -313,100 +292,83 @@ absl::Status EngineImpl::Move(const std::vector<SlotMove>& moves) {
 }
 
 absl::Status EngineImpl::Commit(std::span<const PlannedSequence> sequences) {
-  std::vector<SlotMove> moves;
+  moves_.clear();
+  kept_.clear();
+  requests_.clear();
   std::vector<int32_t> tokens;
   for (size_t s = 0; s < sequences.size(); ++s) {
     const PlannedSequence& sequence = sequences[s];
-    KDT_RETURN_IF_ERROR(pool_->Commit(sequence.id, outcomes_[s].kept, &moves));
+    Outcome& outcome = outcomes_[s];
+    KDT_RETURN_IF_ERROR(pool_->Commit(sequence.id, outcome.kept, &moves_));
     tokens.clear();
-    for (int32_t row : outcomes_[s].kept) tokens.push_back(sequence.tokens[row]);
+    for (int32_t row : outcome.kept) tokens.push_back(sequence.tokens[row]);
     sampling_.at(sequence.id).Append(tokens);
-  }
-  return Move(moves);
-}
-
-absl::Status EngineImpl::Draft(std::span<const PlannedSequence> sequences) {
-  std::vector<KeptRow> kept;
-  std::vector<DraftRequest> requests;
-  for (size_t s = 0; s < sequences.size(); ++s) {
-    const PlannedSequence& sequence = sequences[s];
+    if (drafter_ == nullptr) continue;
+    int64_t request = -1;
+    if (sequence.draft_top_k > 0 && outcome.error.empty()) {
+      outcome.draft = static_cast<int64_t>(requests_.size());
+      if (outcome.draft < draft_step_->max_sequences()) request = outcome.draft;
+      requests_.push_back({sequence.id, outcome.drawn.back(), sequence.draft_top_k, sequence.start});
+    }
     const auto table = pool_->Table(sequence.id);
-    for (size_t i = 0; i < outcomes_[s].kept.size(); ++i) {
-      const int64_t position = sequence.start + static_cast<int64_t>(i);
-      kept.push_back({static_cast<int32_t>(batch_.row_begin(s) + outcomes_[s].kept[i]),
-                      static_cast<int32_t>(position), table[position]});
-    }
-    if (sequence.draft_top_k > 0 && outcomes_[s].error.empty()) {
-      outcomes_[s].draft = static_cast<int64_t>(requests.size());
-      requests.push_back({sequence.id, outcomes_[s].drawn.back(), sequence.draft_top_k});
-    }
-  }
-  const bool all = static_cast<int64_t>(kept.size()) == batch_.rows().rows;
-  KDT_RETURN_IF_ERROR(draft_step_->Append(kept, all, *collective_));
-  return draft_step_->Draft(requests, *pool_, *collective_, &drafts_);
-}
-
-void EngineImpl::UpdateDigest(std::span<const PlannedSequence> sequences) {
-  digest_ = Mix(digest_, pool_->digest());
-  for (size_t s = 0; s < sequences.size(); ++s) {
-    digest_ = Mix(digest_, sequences[s].id);
-    digest_ = Mix(digest_, outcomes_[s].error.empty() ? outcomes_[s].kept.size() : ~uint64_t{0});
-    for (int32_t token : outcomes_[s].drawn) digest_ = Mix(digest_, static_cast<uint64_t>(token));
-  }
-}
-
-void EngineImpl::FillResult(const PlannedSequence& sequence, size_t index, v1::SequenceResult* result) const {
-  const Outcome& outcome = outcomes_[index];
-  result->set_sequence_id(sequence.id);
-  if (!outcome.error.empty()) {
-    result->set_error(outcome.error);
-    return;
-  }
-  for (int32_t token : outcome.drawn) result->add_tokens(static_cast<uint32_t>(token));
-  const int64_t first = batch_.logit_begin(index);
-  const bool logprobs = sampling_.at(sequence.id).params().logprobs > 0;
-  if (sequence.tree) {
     for (size_t i = 0; i < outcome.kept.size(); ++i) {
-      if (i > 0) result->add_accepted_nodes(static_cast<uint32_t>(outcome.kept[i]));
-      if (logprobs) FillLogprobs(sampled_[first + outcome.kept[i]], result->add_logprobs());
-    }
-  } else {
-    int64_t logit = first;
-    for (int64_t i = 0; i < sequence.rows(); ++i) {
-      if (!sequence.NeedsLogits(i)) continue;
-      const SampledRow& row = sampled_[logit++];
-      const bool drawn = sequence.sample && i + 1 == sequence.rows();
-      if (!drawn) FillLogprobs(row, result->add_prompt_logprobs());
-      if (drawn && logprobs) FillLogprobs(row, result->add_logprobs());
+      const int64_t position = sequence.start + static_cast<int64_t>(i);
+      kept_.push_back({static_cast<int32_t>(batch_.row_begin(s) + outcome.kept[i]),
+                       static_cast<int32_t>(position), table[position], request});
     }
   }
-  if (outcome.draft < 0) return;
-  const DraftCandidates& draft = drafts_[outcome.draft];
-  // A drafter that went wrong costs speed, never the request.
-  if (std::find(draft.bad.begin(), draft.bad.end(), 1) != draft.bad.end()) return;
-  result->mutable_draft()->set_k(static_cast<uint32_t>(draft.k));
-  result->mutable_draft()->mutable_token_ids()->Add(draft.ids.begin(), draft.ids.end());
-  result->mutable_draft()->mutable_log_probs()->Add(draft.log_probs.begin(), draft.log_probs.end());
+  return absl::OkStatus();
 }
 
-void EngineImpl::Respond(std::span<const PlannedSequence> sequences, v1::StepResponse* response) {
-  response->Clear();
-  response->set_digest(digest_);
-  const KvPoolStats stats = pool_->stats();
-  v1::PoolStats* pool = response->mutable_pool();
-  pool->set_slots_used(stats.slots_used);
-  pool->set_slots_shared(stats.slots_shared);
-  pool->set_sequences(static_cast<uint32_t>(stats.sequences));
-  pool->set_runs(static_cast<uint32_t>(stats.runs));
-  pool->set_fragmentation(stats.fragmentation);
-  pool->set_moved_bytes(static_cast<uint64_t>(stats.moved_rows) * SlotBytes());
-  response->set_expert_imbalance(forward_->ExpertImbalance());
-  if (options_.rank != 0) return;
-  for (size_t s = 0; s < sequences.size(); ++s) {
-    const PlannedSequence& sequence = sequences[s];
-    if (!sequence.tree && !sequence.sample && sequence.prompt_logprobs == 0) continue;
-    FillResult(sequence, s, response->add_results());
+// What is kept moves to its place, the drafter takes it in, and drafts. The last pass's results are merged
+// when the step is finished.
+absl::Status EngineImpl::Draft() {
+  const int64_t count = std::max(moves_.size(), kept_.size());
+  if (count > 0) {
+    const int64_t rows = graphs_->Rows(count);
+    for (int64_t i = 0; i < rows; ++i) {
+      const bool real = i < static_cast<int64_t>(moves_.size());
+      move_block_.host(move_from_)[i] = real ? moves_[i].from : 0;
+      move_block_.host(move_to_)[i] = real ? moves_[i].to : 0;
+    }
+    if (drafter_ != nullptr) draft_step_->FillKept(kept_, rows);
+    KDT_RETURN_IF_ERROR(graphs_->Run(StepPiece::kKept, rows, 0, [this, rows] { return KeptOps(rows); }));
   }
+  pending_ = {};
+  if (drafter_ == nullptr) return absl::OkStatus();
+  const std::span<const DraftRequest> requests = requests_;
+  const auto most = static_cast<size_t>(draft_step_->max_sequences());
+  for (size_t begin = 0; begin < requests.size(); begin += most) {
+    if (begin > 0) {
+      KDT_RETURN_IF_ERROR(collective_->Finish(*backend_));
+      MergeDrafts();
+    }
+    pending_.requests = requests.subspan(begin, std::min(most, requests.size() - begin));
+    pending_.sequences = DraftShape(static_cast<int64_t>(pending_.requests.size()));
+    pending_.top_k = DraftTopKShape(pending_.requests);
+    KDT_RETURN_IF_ERROR(draft_step_->FillDraft(pending_.requests, *pool_, pending_.sequences, begin == 0));
+    KDT_RETURN_IF_ERROR(graphs_->Run(StepPiece::kDraft, pending_.sequences, 0, [this] {
+      return draft_step_->DraftOps(pending_.sequences, pending_.top_k, *collective_);
+    }));
+  }
+  return absl::OkStatus();
+}
+
+void EngineImpl::MergeDrafts() {
+  if (!pending_.requests.empty()) {
+    draft_step_->Merge(pending_.requests, pending_.sequences, pending_.top_k, &drafts_);
+  }
+  pending_ = {};
+}
+
+void EngineImpl::EndStep() {
+  batch_.tables().EndStep();
+  if (draft_step_ != nullptr) draft_step_->tables().EndStep();
+}
+
+void EngineImpl::ForgetTables() {
+  batch_.tables().Forget();
+  if (draft_step_ != nullptr) draft_step_->tables().Forget();
 }
 
 }  // namespace kdt

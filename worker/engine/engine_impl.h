@@ -17,10 +17,12 @@
 #include "worker/engine/kv_storage.h"
 #include "worker/engine/phase_timer.h"
 #include "worker/engine/step_batch.h"
+#include "worker/engine/step_graphs.h"
 #include "worker/engine/step_plan.h"
 #include "worker/engine/target_forward.h"
 #include "worker/kv_pool/kv_pool.h"
 #include "worker/model/target_weights.h"
+#include "worker/sampling/argmax_draw.h"
 #include "worker/sampling/sampler.h"
 
 namespace kdt {
@@ -30,7 +32,7 @@ class EngineImpl final : public Engine {
   static absl::StatusOr<std::unique_ptr<Engine>> Load(const EngineOptions& options, kernels::Backend* backend,
                                                       const LoadProgress& progress);
 
-  void StartEpoch(Collective* collective) override;
+  absl::Status StartEpoch(Collective* collective) override;
   absl::Status Step(const v1::StepRequest& request, v1::StepResponse* response) override;
   absl::Status AssumeSequence(uint64_t id, int64_t context) override;
   EngineStats stats() const override;
@@ -55,12 +57,25 @@ class EngineImpl final : public Engine {
   absl::Status ApplyOps(const std::vector<PlannedOp>& ops);
   absl::Status BeginRows(std::span<const PlannedSequence> sequences);
   absl::Status Forward(std::span<const PlannedSequence> sequences);
-  absl::Status Sample(std::span<const PlannedSequence> sequences);
-  absl::Status Walk(std::span<const PlannedSequence> sequences);
+  void FillSampleRows(std::span<const PlannedSequence> sequences);
+  absl::Status Sample();
+  void Walk(std::span<const PlannedSequence> sequences);
   void Decide(std::span<const PlannedSequence> sequences);
   absl::Status Commit(std::span<const PlannedSequence> sequences);
-  absl::Status Draft(std::span<const PlannedSequence> sequences);
-  absl::Status Move(const std::vector<SlotMove>& moves);
+  absl::Status Draft();
+  void MergeDrafts();
+  absl::Status Relocate();
+  void EndStep();
+  void ForgetTables();
+
+  // The pieces (step_graphs.h), of shapes: they only queue work.
+  absl::Status ForwardOps(int64_t rows, int64_t sequences);
+  absl::Status LogitsOps(int64_t rows, bool draw);
+  absl::Status KeptOps(int64_t rows);
+  absl::Status Capture();
+  int64_t DraftShape(int64_t sequences) const;
+  int64_t DraftTopKShape(std::span<const DraftRequest> requests) const;
+
   void Respond(std::span<const PlannedSequence> sequences, v1::StepResponse* response);
   void FillResult(const PlannedSequence& sequence, size_t index, v1::SequenceResult* result) const;
   void UpdateDigest(std::span<const PlannedSequence> sequences);
@@ -81,9 +96,14 @@ class EngineImpl final : public Engine {
   KvStorage drafter_kv_;
   std::unique_ptr<AttentionCheck> attention_;
   std::unique_ptr<TargetForward> forward_;
+  std::unique_ptr<ArgmaxDraw> argmax_draw_;
   std::unique_ptr<Sampler> sampler_;
   std::unique_ptr<Drafter> drafter_;  // null: none
   std::unique_ptr<DraftStep> draft_step_;
+
+  std::unique_ptr<StepGraphs> graphs_;
+  double capture_seconds_ = 0;
+  int64_t general_draws_ = 0;
 
   Collective* collective_ = nullptr;  // null: in no epoch
   uint64_t last_step_ = 0;
@@ -92,17 +112,28 @@ class EngineImpl final : public Engine {
 
   // Of the step that is running.
   StepBatch batch_;
-  StagedBlock walk_block_;
-  Staged<int32_t> walk_row_begin_, walk_tokens_, walk_parents_, walk_targets_, walk_path_length_, walk_path_,
-      walk_next_root_;
+  struct Shape {
+    int64_t rows = 0, sequences = 0, logit_rows = 0;
+  };
+  Shape shape_;
+  StagedBlock relocation_block_;
+  Staged<int32_t> relocation_from_, relocation_to_;
   StagedBlock move_block_;
   Staged<int32_t> move_from_, move_to_;
-  kernels::Tensor logits_;                   // of the rows that need them
   std::vector<std::vector<int32_t>> paths_;  // tokens up to each drawn row, where a penalty needs them
   std::vector<SampleRow> sample_rows_;
+  bool draws_by_argmax_ = false;  // all of them
   std::vector<SampledRow> sampled_;
-  std::vector<int32_t> tree_path_, tree_path_length_;
   std::vector<Outcome> outcomes_;
+  std::vector<SlotMove> moves_;
+  std::vector<KeptRow> kept_;
+  std::vector<DraftRequest> requests_;
+  // The draft pass whose results are not merged yet.
+  struct Pending {
+    std::span<const DraftRequest> requests;
+    int64_t sequences = 0, top_k = 0;
+  };
+  Pending pending_;
   std::vector<DraftCandidates> drafts_;
   PhaseTimes times_;
 };

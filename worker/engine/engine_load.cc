@@ -143,13 +143,16 @@ absl::Status EngineImpl::CreateParts() {
   KDT_ASSIGN_OR_RETURN(sampler_, Sampler::Create(backend_, shard_, config_.vocab_size, options_.max_rows));
   KDT_RETURN_IF_ERROR(batch_.Allocate(*backend_, limits_, longest_table));
 
-  walk_row_begin_ = walk_block_.Reserve<int32_t>(limits_.max_sequences + 1);
-  walk_path_length_ = walk_block_.Reserve<int32_t>(limits_.max_sequences);
-  walk_next_root_ = walk_block_.Reserve<int32_t>(limits_.max_sequences);
-  for (auto* array : {&walk_tokens_, &walk_parents_, &walk_targets_, &walk_path_}) {
-    *array = walk_block_.Reserve<int32_t>(limits_.max_rows);
-  }
-  KDT_RETURN_IF_ERROR(walk_block_.Allocate(*backend_));
+  // A test that looks into a step sees it op by op.
+  const bool looked_at = options_.observer != nullptr && options_.step_mode == StepMode::kAuto;
+  graphs_ = std::make_unique<StepGraphs>(
+      backend_, looked_at && backend_->can_capture() ? StepMode::kEager : options_.step_mode,
+      options_.max_rows, options_.max_sequences);
+  KDT_ASSIGN_OR_RETURN(argmax_draw_,
+                       ArgmaxDraw::Create(backend_, shard_, config_.vocab_size, options_.max_rows));
+  relocation_from_ = relocation_block_.Reserve<int32_t>(limits_.max_rows);
+  relocation_to_ = relocation_block_.Reserve<int32_t>(limits_.max_rows);
+  KDT_RETURN_IF_ERROR(relocation_block_.Allocate(*backend_));
   move_from_ = move_block_.Reserve<int32_t>(limits_.max_rows);
   move_to_ = move_block_.Reserve<int32_t>(limits_.max_rows);
   KDT_RETURN_IF_ERROR(move_block_.Allocate(*backend_));
@@ -168,8 +171,9 @@ absl::Status EngineImpl::CreateParts() {
       drafter_, Drafter::Create(backend_, &drafter_config_, &drafter_weights_, forward_.get(), &drafter_kv_,
                                 shard_, options_.max_rows, options_.draft_rope_factor));
   KDT_ASSIGN_OR_RETURN(
-      draft_step_, DraftStep::Create(backend_, drafter_.get(), shard_, config_.vocab_size, options_.max_rows,
-                                     longest_table, options_.draft_window, options_.observer));
+      draft_step_,
+      DraftStep::Create(backend_, drafter_.get(), shard_, config_.vocab_size, options_.max_rows,
+                        options_.max_sequences, longest_table, options_.draft_window, options_.observer));
   return absl::OkStatus();
 }
 

@@ -18,8 +18,11 @@ void ExpertLoad::Count(const void* layer, std::span<const int32_t> expert_ids) {
   const auto found = std::find_if(layers_.begin(), layers_.end(),
                                   [layer](const Layer& known) { return known.name == layer; });
   if (found == layers_.end()) return;
-  for (const int32_t expert : expert_ids) ++found->rows[static_cast<size_t>(expert)];
-  found->total += expert_ids.size();
+  for (const int32_t expert : expert_ids) {
+    if (expert < 0) continue;  // padding
+    ++found->rows[static_cast<size_t>(expert)];
+    ++found->total;
+  }
   if (found->total < kRowsAnExpert * found->rows.size()) return;
   found->total = 0;
   for (uint64_t& rows : found->rows) found->total += rows /= 2;

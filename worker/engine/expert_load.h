@@ -12,7 +12,7 @@ class ExpertLoad {
   // `layer` names it in Count.
   void AddLayer(const void* layer, int64_t experts);
 
-  // The experts that rows were sent to, each in 0 .. experts - 1. A few nanoseconds each.
+  // The experts that rows were sent to, each in 0 .. experts - 1, or -1 (none). A few nanoseconds each.
   void Count(const void* layer, std::span<const int32_t> expert_ids);
 
   // The busiest expert's rows over the mean expert's, averaged over the layers: 1 is even, the number of

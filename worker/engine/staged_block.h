@@ -1,10 +1,10 @@
-// Small arrays that the host fills and a step reads, in one block with fixed addresses and one upload.
-// Reserve everything, Allocate once, then fill and Upload each step.
+// Small arrays that the host fills and a step reads, in one block with fixed addresses and one queued copy.
+// Reserve everything, Allocate once, then fill and Upload each step. The host's side must not change between
+// Upload and the end of the step.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "common/status.h"
@@ -28,11 +28,11 @@ class StagedBlock {
   }
   absl::Status Allocate(kernels::Backend& backend) {
     backend_ = &backend;
-    host_.resize(size_);
+    KDT_ASSIGN_OR_RETURN(host_, kernels::HostBuffer::Make(backend, size_));
     KDT_ASSIGN_OR_RETURN(device_, kernels::Buffer::Make(backend, size_));
     return absl::OkStatus();
   }
-  absl::Status Upload() { return backend_->Upload(device_.data(), host_.data(), size_); }
+  absl::Status Upload() { return backend_->UploadAsync(device_.data(), host_.data(), size_); }
 
   template <typename T>
   T* host(Staged<T> array) {
@@ -46,7 +46,7 @@ class StagedBlock {
  private:
   kernels::Backend* backend_ = nullptr;
   size_t size_ = 0;
-  std::vector<std::byte> host_;
+  kernels::HostBuffer host_;
   kernels::Buffer device_;
 };
 

@@ -1,5 +1,5 @@
-// The rows of a step in the backend's memory: what the target's forward reads (filled before it), and what
-// commit and the drafter read (filled behind the walk).
+// The rows of a step in the backend's memory: what the target's forward, its logits and the draw read. The
+// arrays lie at fixed addresses; Fill writes the host's side, Upload (the first op of the forward) copies it.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +13,7 @@
 #include "worker/engine/step_plan.h"
 #include "worker/engine/target_forward.h"
 #include "worker/kv_pool/kv_pool.h"
+#include "worker/sampling/argmax_draw.h"
 
 namespace kdt {
 
@@ -20,31 +21,50 @@ class StepBatch {
  public:
   absl::Status Allocate(kernels::Backend& backend, const StepLimits& limits, int64_t table_stride);
 
-  // Lays the sequences' rows out one behind the other and uploads everything. Their tentative rows are in
-  // `pool`.
-  absl::Status Fill(std::span<const PlannedSequence> sequences, const KvPool& pool);
+  // Counts of what a list of sequences brings.
+  struct Counts {
+    int64_t rows = 0;
+    int64_t logit_rows = 0;
+  };
+  static Counts Count(std::span<const PlannedSequence> sequences);
 
-  const StepRows& rows() const { return rows_; }
+  // Lays the sequences' rows out one behind the other, then padding up to `shape_rows` rows,
+  // `shape_sequences` sequences and `shape_logit_rows` logit rows. Their tentative rows are in `pool`.
+  absl::Status Fill(std::span<const PlannedSequence> sequences, const KvPool& pool, int64_t shape_rows,
+                    int64_t shape_sequences, int64_t shape_logit_rows);
+  // Of logit row i.
+  void SetDraw(int64_t i, float temperature, uint64_t seed, int64_t position);
+
+  // Queues the copy, and writes the rows' own slots into the tables. All rows of the shape.
+  absl::Status Upload(int64_t shape_rows);
+  // Forgets and EndStep as SlotTables says.
+  SlotTables& tables() { return tables_; }
+
+  // What the forward of a shape reads.
+  StepRows Rows(int64_t shape_rows, int64_t shape_sequences) const;
   int64_t row_begin(size_t sequence) const { return row_begin_[sequence]; }
-  // Rows whose logits are needed, rising, and the same in the backend's memory.
-  const std::vector<int32_t>& logit_rows() const { return logit_rows_; }
-  const int32_t* device_logit_rows() const { return block_.device(logit_rows_array_); }
-  const int32_t* iota() const { return block_.device(iota_array_); }  // 0, 1, ... max_rows - 1
+  int64_t rows() const { return counts_.rows; }
+  int64_t logit_rows() const { return counts_.logit_rows; }
+  const int32_t* device_logit_rows() const { return block_.device(logit_rows_); }
+  ArgmaxDraw::Keys draw_keys() const {
+    return {block_.device(temperature_), block_.device(seed_), block_.device(position_)};
+  }
   // First of a sequence's rows in the list of logit rows.
   int64_t logit_begin(size_t sequence) const { return logit_begin_[sequence]; }
 
  private:
   void FillAncestors(const PlannedSequence& sequence, int64_t begin);
 
+  kernels::Backend* backend_ = nullptr;
   StagedBlock block_;
-  Staged<int32_t> tokens_, positions_, slots_, row_begin_array_, context_length_, logit_rows_array_,
-      iota_array_;
+  Staged<int32_t> tokens_, positions_, slots_, logit_rows_, row_begin_array_, context_length_;
   Staged<uint8_t> causal_;
-  Staged<uint64_t> ancestors_;
+  Staged<uint64_t> ancestors_, seed_;
+  Staged<int64_t> table_index_, position_;
+  Staged<float> temperature_;
   SlotTables tables_;
-  StepRows rows_;
+  Counts counts_;
   std::vector<int64_t> row_begin_, logit_begin_;
-  std::vector<int32_t> logit_rows_;
 };
 
 }  // namespace kdt

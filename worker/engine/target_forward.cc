@@ -87,7 +87,7 @@ absl::Status TargetForward::Run(const StepRows& rows, Collective& collective, co
     const TargetLayerWeights& layer = weights_->layers[l];
     KDT_RETURN_IF_ERROR(Attention(l, rows, times));
     KDT_RETURN_IF_ERROR(collective.AllReduceNorm(*backend_, {branch, residual, layer.post_norm, eps, normed}));
-    KDT_RETURN_IF_ERROR(Mlp(layer, rows.rows, times));
+    KDT_RETURN_IF_ERROR(Mlp(layer, rows, times));
     // The layer's output is complete with the next one's first norm.
     if (l + 1 < layers) {
       KDT_RETURN_IF_ERROR(collective.AllReduceNorm(
@@ -149,7 +149,8 @@ absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTime
 }
 
 // normed -> branch (this rank's slice of the inner widths).
-absl::Status TargetForward::Mlp(const TargetLayerWeights& layer, int64_t n, PhaseTimes* times) {
+absl::Status TargetForward::Mlp(const TargetLayerWeights& layer, const StepRows& rows, PhaseTimes* times) {
+  const int64_t n = rows.rows;
   const kernels::DType dtype = backend_->activation_dtype();
   const bool dense = layer.gate_up.rows > 0;
   if (dense) {
@@ -165,39 +166,34 @@ absl::Status TargetForward::Mlp(const TargetLayerWeights& layer, int64_t n, Phas
   }
   if (layer.experts.experts == 0) return absl::OkStatus();
   PhaseTimer timer(&times->moe_ns);
-  return Moe(layer, n, dense);
+  return Moe(layer, rows, dense);
 }
 
-absl::Status TargetForward::Moe(const TargetLayerWeights& layer, int64_t n, bool accumulate) {
+absl::Status TargetForward::Moe(const TargetLayerWeights& layer, const StepRows& rows, bool accumulate) {
+  const int64_t n = rows.rows;
   const kernels::DType dtype = backend_->activation_dtype();
   const Tensor normed = MakeTensor(normed_.data(), dtype, n, config_->hidden_size);
   const int64_t top_k = config_->num_experts_per_tok;
   KDT_RETURN_IF_ERROR(
       backend_->Router({normed, layer.router, layer.router_bias, top_k, config_->norm_topk_prob,
                         static_cast<float>(config_->routed_scaling_factor), expert_ids_.as<int32_t>(),
-                        expert_weights_.as<float>()}));
+                        expert_weights_.as<float>(), rows.row_begin + rows.sequences}));
   if (count_experts_) expert_load_.Count(&layer, {expert_ids_.as<int32_t>(), static_cast<size_t>(n * top_k)});
   return backend_->Moe({normed, layer.experts, expert_ids_.as<int32_t>(), expert_weights_.as<float>(), top_k,
                         MakeTensor(branch_.data(), dtype, n, config_->hidden_size), accumulate});
 }
 
-absl::StatusOr<Tensor> TargetForward::Logits(const int32_t* rows, const int32_t* iota, int64_t count,
-                                             bool all) {
+absl::Status TargetForward::Logits(const int32_t* rows, int64_t count) {
   KDT_CHECK(count > 0 && count <= max_rows_);
   const kernels::DType dtype = backend_->activation_dtype();
   const int64_t hidden = config_->hidden_size;
-  // Rows that need no logits drop out: the others move together, in place, as on a commit.
-  if (!all) {
-    KDT_RETURN_IF_ERROR(
-        backend_->KvMove({rows, iota, count, MakeTensor(residual_.data(), dtype, max_rows_, hidden), 1, 0}));
-  }
-  const Tensor residual = MakeTensor(residual_.data(), dtype, count, hidden);
+  const Tensor gathered = MakeTensor(branch_.data(), dtype, count, hidden);
+  KDT_RETURN_IF_ERROR(
+      backend_->Embedding({rows, 0, MakeTensor(residual_.data(), dtype, max_rows_, hidden), gathered}));
   const Tensor normed = MakeTensor(normed_.data(), dtype, count, hidden);
   KDT_RETURN_IF_ERROR(backend_->RmsNorm(
-      {residual, {}, weights_->final_norm, static_cast<float>(config_->rms_norm_eps), normed}));
-  const Tensor logits = MakeTensor(logits_.data(), kernels::DType::kF32, count, weights_->lm_head.rows);
-  KDT_RETURN_IF_ERROR(backend_->Gemm({normed, weights_->lm_head, logits}));
-  return logits;
+      {gathered, {}, weights_->final_norm, static_cast<float>(config_->rms_norm_eps), normed}));
+  return backend_->Gemm({normed, weights_->lm_head, logits(count)});
 }
 
 }  // namespace kdt

@@ -22,7 +22,7 @@
 namespace kdt {
 
 // The rows of one step; all pointers are the backend's memory. Sequence s has rows row_begin[s] ..
-// row_begin[s + 1].
+// row_begin[s + 1]. Rows behind the last sequence's are padding: token 0, slot -1.
 struct StepRows {
   int64_t rows = 0;
   int64_t sequences = 0;
@@ -51,10 +51,12 @@ class TargetForward {
   // Writes the rows' K/V and leaves their final residual stream behind.
   absl::Status Run(const StepRows& rows, Collective& collective, const LayerHook& hook, PhaseTimes* times);
 
-  // Logits of `count` of the rows just run, f32 [count, vocab_local]; may be called once after Run. `rows`
-  // (strictly rising) and `iota` (0, 1, ...) lie in the backend's memory; `all`: they are simply the first
-  // `count` rows.
-  absl::StatusOr<kernels::Tensor> Logits(const int32_t* rows, const int32_t* iota, int64_t count, bool all);
+  // Logits of `count` of the rows just run, into logits(count). `rows` lie in the backend's memory.
+  absl::Status Logits(const int32_t* rows, int64_t count);
+  // f32 [count, vocab_local].
+  kernels::Tensor logits(int64_t count) const {
+    return kernels::MakeTensor(logits_.data(), kernels::DType::kF32, count, weights_->lm_head.rows);
+  }
 
   // Embeds ids (summed over ranks) into `out` [rows, hidden]; the drafter shares it.
   absl::Status Embed(const int32_t* tokens, const kernels::Tensor& out, Collective& collective);
@@ -67,8 +69,8 @@ class TargetForward {
  private:
   TargetForward() = default;
   absl::Status Attention(int64_t layer, const StepRows& rows, PhaseTimes* times);
-  absl::Status Mlp(const TargetLayerWeights& layer, int64_t rows, PhaseTimes* times);
-  absl::Status Moe(const TargetLayerWeights& layer, int64_t rows, bool accumulate);
+  absl::Status Mlp(const TargetLayerWeights& layer, const StepRows& rows, PhaseTimes* times);
+  absl::Status Moe(const TargetLayerWeights& layer, const StepRows& rows, bool accumulate);
 
   kernels::Backend* backend_ = nullptr;
   const ModelConfig* config_ = nullptr;

@@ -333,9 +333,12 @@ absl::Status Sampler::DrawFromWholeRow(const Tensor& logits, int64_t row, const 
                                        Collective& collective, SampledRow* out) {
   std::vector<float> values(vocab_size_);
   const float* mine = logits.Rows(row, 1).f32();
-  KDT_RETURN_IF_ERROR(collective.AllGather(mine, vocab_local_ * sizeof(float), whole_row_.data()));
-  KDT_RETURN_IF_ERROR(collective.Finish(*backend_));
-  KDT_RETURN_IF_ERROR(backend_->Download(values.data(), whole_row_.data(), vocab_size_ * sizeof(float)));
+  if (shard_.size > 1) {
+    KDT_RETURN_IF_ERROR(collective.AllGather(mine, vocab_local_ * sizeof(float), whole_row_.data()));
+    KDT_RETURN_IF_ERROR(collective.Finish(*backend_));
+    mine = whole_row_.as<float>();
+  }
+  KDT_RETURN_IF_ERROR(backend_->Download(values.data(), mine, vocab_size_ * sizeof(float)));
   std::vector<Candidate> best(vocab_size_);
   for (int64_t id = 0; id < vocab_size_; ++id) best[id] = {static_cast<int32_t>(id), values[id]};
   const SamplingParams& params = request.sequence->params();

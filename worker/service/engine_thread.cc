@@ -131,7 +131,7 @@ absl::StatusOr<std::string> EngineThread::Join(const v1::JoinGroupRequest& reque
   collective->SetDeadline(absl::Now() + absl::Milliseconds(request.timeout_ms()));
   KDT_RETURN_IF_ERROR(collective->Probe());
   const std::string name = collective->name();
-  engine_->StartEpoch(collective.get());
+  KDT_RETURN_IF_ERROR(engine_->StartEpoch(collective.get()));
   const std::lock_guard<std::mutex> lock(mutex_);
   collective_ = std::move(collective);
   collective_cancelled_ = cancelled;

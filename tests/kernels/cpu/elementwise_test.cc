@@ -20,6 +20,18 @@ TEST_CASE("embedding takes this rank's rows and zeros for the others", "[embeddi
   CHECK(out.GapsUntouched());
 }
 
+TEST_CASE("embedding gathers rows of a float32 table", "[embedding]") {
+  std::mt19937 rng(8);
+  Matrix table(6, 33, 2), out(3, 33, 1);
+  table.Fill(rng);
+  const int32_t rows[] = {5, 0, 5};
+  REQUIRE(MakeBackend(2)->Embedding({rows, 0, table.tensor(), out.tensor()}).ok());
+  for (int64_t r = 0; r < 3; ++r) {
+    for (int64_t c = 0; c < 33; ++c) CHECK(out.at(r, c) == table.at(rows[r], c));
+  }
+  CHECK(out.GapsUntouched());
+}
+
 TEST_CASE("rms_norm agrees with float64, with and without a residual", "[rms_norm]") {
   std::mt19937 rng(7);
   const auto backend = MakeBackend(2);

@@ -59,6 +59,14 @@ TEST_CASE("kv_move compacts forward in place, in every layer", "[kv_move]") {
   }
 }
 
+TEST_CASE("table_write writes what has an index", "[table_write]") {
+  std::vector<int32_t> table(10, 7);
+  const int64_t index[] = {9, -1, 0, -1};
+  const int32_t value[] = {1, 2, 3, 4};
+  REQUIRE(MakeBackend()->TableWrite({index, value, 4, table.data()}).ok());
+  CHECK(table == std::vector<int32_t>{3, 7, 7, 7, 7, 7, 7, 7, 7, 1});
+}
+
 TEST_CASE("memory is zeroed, aligned and copied", "[backend]") {
   const auto backend = MakeBackend();
   CHECK(backend->activation_dtype() == DType::kF32);

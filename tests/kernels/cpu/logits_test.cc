@@ -142,6 +142,25 @@ TEST_CASE("gumbel_argmax: ties, masks and rows without a candidate", "[gumbel]")
   CHECK(draw.id == std::vector<int32_t>{100, -1, 137});
 }
 
+TEST_CASE("gumbel_argmax says which rows hold a logit that is not finite", "[gumbel]") {
+  for (const int64_t vocab : {3, 64, 515}) {
+    for (const int64_t at : {int64_t{0}, vocab / 2, vocab - 1}) {
+      Matrix logits(4, vocab, 1);
+      for (int64_t r = 0; r < 4; ++r) std::fill(logits.row(r), logits.row(r) + vocab, 1.0f);
+      logits.at(1, at) = NAN;
+      logits.at(2, at) = kInfinity;
+      logits.at(3, at) = -kInfinity;
+      Draw draw(4);
+      draw.temperature = {0.0f, 1.0f, 0.0f, 1.0f};
+      std::vector<int32_t> bad(4, 9);
+      GumbelArgmaxArgs args = draw.Args(logits.tensor(), 5);
+      args.bad = bad.data();
+      REQUIRE(MakeBackend()->GumbelArgmax(args).ok());
+      CHECK(bad == std::vector<int32_t>{0, 1, 1, 1});
+    }
+  }
+}
+
 TEST_CASE("gumbel_argmax draws from the softmax", "[gumbel]") {
   constexpr int64_t kRows = 4000;
   const double probability[] = {0.5, 0.3, 0.15, 0.05};

@@ -17,6 +17,37 @@ TEST_CASE("cuda: embedding copies this rank's rows and zeroes the others") {
   CHECK(out.FromGpu() == out.host);
 }
 
+TEST_CASE("cuda: embedding gathers rows of activations; table_write writes what has an index") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(1);
+  Twin table(rng, 20, 96), out(rng, 3, 96);
+  const std::vector<int32_t> rows = {19, 0, 19};
+  const OnGpu<int32_t> device_rows(rows);
+  REQUIRE(Cpu().Embedding({rows.data(), 0, table.cpu(), out.cpu()}).ok());
+  REQUIRE(Gpu()->Embedding({device_rows.data(), 0, table.gpu(), out.gpu()}).ok());
+  CHECK(out.FromGpu() == out.host);
+  const OnGpu<float> wide(table.host), wide_out(3 * 96, 0xff);
+  REQUIRE(Gpu()
+              ->Embedding({device_rows.data(), 0, MakeTensor(wide.data(), DType::kF32, 20, 96),
+                           MakeTensor(wide_out.data(), DType::kF32, 3, 96)})
+              .ok());
+  CHECK(wide_out.Get() == out.host);
+
+  std::vector<int32_t> expected(1000, 7);
+  const OnGpu<int32_t> written(expected);
+  std::vector<int64_t> index(300);
+  std::vector<int32_t> value(300);
+  for (int i = 0; i < 300; ++i) {
+    index[i] = i % 3 == 0 ? -1 : 3 * i;
+    value[i] = i;
+    if (index[i] >= 0) expected[index[i]] = i;
+  }
+  const OnGpu<int64_t> device_index(index);
+  const OnGpu<int32_t> device_value(value);
+  REQUIRE(Gpu()->TableWrite({device_index.data(), device_value.data(), 300, written.data()}).ok());
+  CHECK(written.Get() == expected);
+}
+
 TEST_CASE("cuda: rms_norm with and without residual, add, silu_mul") {
   KDT_NEED_GPU();
   std::mt19937 rng(2);

@@ -60,21 +60,26 @@ TEST_CASE("cuda: gumbel_argmax gives the CPU's choice and value, bit for bit") {
     logits[4 * vocab + i] = 1.0f;  // temperature 0, all equal: the lowest id
   std::vector<int32_t> ids(rows);
   std::vector<float> values(rows);
+  logits[7 * vocab + 11] = std::nanf("");
+  logits[8 * vocab + vocab - 1] = INFINITY;
+  std::vector<int32_t> bad(rows);
   const int64_t begin = 20481;  // not a multiple of four
   REQUIRE(Cpu()
               .GumbelArgmax({MakeTensor(logits.data(), DType::kF32, rows, vocab), begin, temperature.data(),
-                             seed.data(), position.data(), ids.data(), values.data()})
+                             seed.data(), position.data(), ids.data(), values.data(), bad.data()})
               .ok());
+  CHECK(std::count(bad.begin(), bad.end(), 1) == 3);
   const OnGpu<float> device(logits), gpu_temperature(temperature);
   const OnGpu<uint64_t> gpu_seed(seed);
   const OnGpu<int64_t> gpu_position(position);
-  OnGpu<int32_t> gpu_ids(rows, 0xff);
+  OnGpu<int32_t> gpu_ids(rows, 0xff), gpu_bad(rows, 0xff);
   OnGpu<float> gpu_values(rows, 0xff);
-  REQUIRE(
-      Gpu()
-          ->GumbelArgmax({MakeTensor(device.data(), DType::kF32, rows, vocab), begin, gpu_temperature.data(),
-                          gpu_seed.data(), gpu_position.data(), gpu_ids.data(), gpu_values.data()})
-          .ok());
+  REQUIRE(Gpu()
+              ->GumbelArgmax({MakeTensor(device.data(), DType::kF32, rows, vocab), begin,
+                              gpu_temperature.data(), gpu_seed.data(), gpu_position.data(), gpu_ids.data(),
+                              gpu_values.data(), gpu_bad.data()})
+              .ok());
+  CHECK(gpu_bad.Get() == bad);
   CHECK(gpu_ids.Get() == ids);
   const std::vector<float> got = gpu_values.Get();
   CHECK(std::memcmp(got.data(), values.data(), rows * sizeof(float)) == 0);

@@ -33,7 +33,17 @@ absl::Status RunRank(int rank, int ranks, const std::string& id, const std::vect
     mine.insert(mine.end(), begin, begin + local);
   }
   KDT_ASSIGN_OR_RETURN(const auto top, DraftTopK::Create(backend.get(), shard, kVocab, kRows));
-  return top->Run(kernels::MakeTensor(mine.data(), kernels::DType::kF32, kRows, local), k, *collective, out);
+  KDT_RETURN_IF_ERROR(
+      top->Queue(kernels::MakeTensor(mine.data(), kernels::DType::kF32, kRows, local), k, *collective));
+  // The same from more candidates than are asked for.
+  *out = top->Merge(kRows, k, 0, kRows, k);
+  KDT_RETURN_IF_ERROR(top->Queue(kernels::MakeTensor(mine.data(), kernels::DType::kF32, kRows, local),
+                                 kernels::kMaxTopK, *collective));
+  const DraftCandidates again = top->Merge(kRows, kernels::kMaxTopK, 2, kRows, k);
+  if (!std::equal(again.ids.begin(), again.ids.end(), out->ids.begin() + 2 * k)) {
+    return absl::InternalError("the best k differ with the number of candidates");
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace

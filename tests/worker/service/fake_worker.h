@@ -34,7 +34,10 @@ inline absl::Status ReduceOnce(Collective& collective, const v1::StepRequest& re
 class FakeEngine : public Engine {
  public:
   explicit FakeEngine(StepBehaviour behaviour) : behaviour_(std::move(behaviour)) {}
-  void StartEpoch(Collective* collective) override { collective_ = collective; }
+  absl::Status StartEpoch(Collective* collective) override {
+    collective_ = collective;
+    return absl::OkStatus();
+  }
   absl::Status Step(const v1::StepRequest& request, v1::StepResponse* response) override {
     return behaviour_(*collective_, request, response);
   }

@@ -94,14 +94,15 @@ absl::StatusOr<std::unique_ptr<EngineGroup>> EngineGroup::Start(EngineOptions op
         rank.collective = std::make_unique<StagedCollective>(std::move(rank.collective), rank.backend.get());
       }
     }
-    rank.engine->StartEpoch(rank.collective.get());
-    return absl::OkStatus();
+    return rank.engine->StartEpoch(rank.collective.get());
   }));
   return group;
 }
 
 void EngineGroup::Restart() {
-  for (Rank& rank : ranks_) rank.engine->StartEpoch(rank.collective.get());
+  const absl::Status started =
+      OnAllRanks([&](int r) { return ranks_[r].engine->StartEpoch(ranks_[r].collective.get()); });
+  KDT_CHECK(started.ok());
   next_step_ = 1;
 }
 

@@ -32,6 +32,7 @@
 #include "kdt/kernels/rms_norm.h"
 #include "kdt/kernels/rope.h"
 #include "kdt/kernels/router.h"
+#include "kdt/kernels/table_write.h"
 #include "kdt/kernels/tensor.h"
 #include "kdt/kernels/tree_walk.h"
 #include "kdt/kernels/verify_attention.h"
@@ -129,6 +130,7 @@ class Backend {
   virtual absl::Status AbsorbValue(const AbsorbValueArgs& args) = 0;
   virtual absl::Status KvWrite(const KvWriteArgs& args) = 0;
   virtual absl::Status KvMove(const KvMoveArgs& args) = 0;
+  virtual absl::Status TableWrite(const TableWriteArgs& args) = 0;
   virtual absl::Status VerifyAttention(const VerifyAttentionArgs& args) = 0;
   virtual absl::Status VerifyAttentionReference(const VerifyAttentionArgs& args) = 0;
   virtual absl::Status Compare(const CompareArgs& args) = 0;

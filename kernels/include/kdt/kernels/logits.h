@@ -31,6 +31,7 @@ struct GumbelArgmaxArgs {
   const int64_t* position;    // [rows]: absolute position of the token to be drawn
   int32_t* id;                // [rows] global
   float* value;               // [rows] the winning perturbed value
+  int32_t* bad = nullptr;     // [rows] 1 when a logit is not finite, else 0; nullptr: not asked
 };
 
 }  // namespace kdt::kernels
