@@ -55,6 +55,9 @@ ABSL_FLAG(std::string, moe, "tensor",
 ABSL_FLAG(std::string, attention, "fast",
           "fast; reference: the slow and plain kernel; validate: fast, and compared with the reference on a "
           "sample of steps");
+ABSL_FLAG(bool, strict, false,
+          "cuda: a step that allocates, frees or copies pageable memory behind the start fails, with the "
+          "call named");
 ABSL_FLAG(int64_t, validate_every, 64, "with --attention=validate: compare every so many steps");
 ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
 ABSL_FLAG(bool, die_with_parent, false, "end when the process that started this one ends");
@@ -98,6 +101,7 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
         absl::StrCat("--attention: \"", attention, "\" is none of fast, reference and validate"));
   }
   options.validate_every = absl::GetFlag(FLAGS_validate_every);
+  options.strict = absl::GetFlag(FLAGS_strict);
   const auto check = [](absl::string_view flag, int64_t value, int64_t least, int64_t most) {
     if (value >= least && value <= most) return absl::OkStatus();
     return absl::InvalidArgumentError(

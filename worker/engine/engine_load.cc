@@ -59,6 +59,10 @@ absl::Status EngineImpl::CheckOptions() {
     return absl::InvalidArgumentError(
         absl::StrCat("draft_rope_factor is ", options_.draft_rope_factor, ", must be 0 .. ", kMaxRopeFactor));
   }
+  if (options_.kv_dtype == kernels::DType::kF32 && backend_->activation_dtype() != kernels::DType::kF32) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("kv_dtype is f32, but the ", backend_->name(), " backend keeps KV rows in bf16"));
+  }
   shard_ = {options_.rank, options_.tp};
   return absl::OkStatus();
 }

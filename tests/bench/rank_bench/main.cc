@@ -213,7 +213,7 @@ absl::Status Run(int rank, Told* told) {
   KDT_ASSIGN_OR_RETURN(const auto group, MakeRankCollective(options, told != nullptr, *device));
   const auto collective = MakePartCollective(group.get(), &clock);
   start = Seconds();
-  engine->StartEpoch(collective.get());
+  KDT_RETURN_IF_ERROR(engine->StartEpoch(collective.get()));
   const double capture_s = Seconds() - start;
   if (prints) std::printf("start of an epoch, capture of all graphs included: %.2f s\n", capture_s);
 
@@ -240,7 +240,7 @@ absl::Status Run(int rank, Told* told) {
   }
   if (parts) {
     clock.Enable(true);
-    engine->StartEpoch(collective.get());
+    KDT_RETURN_IF_ERROR(engine->StartEpoch(collective.get()));
     bench.Restart();
     for (Result& result : results) {
       KDT_ASSIGN_OR_RETURN(result.parts, bench.MeasureParts(result.shape, 2, 7));

@@ -84,13 +84,15 @@ absl::StatusOr<std::unique_ptr<EngineGroup>> EngineGroup::Start(EngineOptions op
     mine.tp = tp;
     mine.observer = r == 0 ? observer : nullptr;
     KDT_ASSIGN_OR_RETURN(rank.backend, make_backend == nullptr ? kernels::MakeCpuBackend(1) : make_backend());
+    const bool staged = tp > 1 && rank.backend->name() != "cpu";
+    if (staged && mine.step_mode == StepMode::kAuto) mine.step_mode = StepMode::kEager;
     KDT_ASSIGN_OR_RETURN(rank.engine, Engine::Load(mine, rank.backend.get(), nullptr));
     if (tp == 1) {
       rank.collective = MakeLocalCollective();
     } else {
       KDT_ASSIGN_OR_RETURN(rank.collective,
                            MakeShmCollective(id, r, tp, kCollectiveBytes, absl::Seconds(20)));
-      if (rank.backend->name() != "cpu") {
+      if (staged) {
         rank.collective = std::make_unique<StagedCollective>(std::move(rank.collective), rank.backend.get());
       }
     }

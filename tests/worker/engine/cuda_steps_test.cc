@@ -1,0 +1,259 @@
+// Steps of the CUDA engine: graphs, padding, the seal, full pools, long runs.
+#include <algorithm>
+#include <random>
+
+#include "tests/worker/engine/cuda_group.h"
+#include "tests/worker/support/checkpoint_copy.h"
+
+namespace kdt::testing {
+namespace {
+
+constexpr int32_t kVocab = 1024;
+
+std::vector<int32_t> RandomTokens(std::mt19937& random, size_t count) {
+  std::vector<int32_t> tokens(count);
+  for (int32_t& token : tokens) token = static_cast<int32_t>(random() % kVocab);
+  return tokens;
+}
+
+v1::SamplingState Sampling(uint32_t prompt_length, uint64_t seed) {
+  v1::SamplingState sampling = GreedySampling(prompt_length);
+  sampling.set_temperature(seed % 2 == 0 ? 0.0f : 0.8f);
+  sampling.set_seed(seed);
+  return sampling;
+}
+
+// Prompts that come in one after the other, decoded with random trees and drafts: all that a client sees of
+// it, as bytes, and the digest of every step.
+std::string RunMix(EngineGroup& group, bool general) {
+  constexpr int kRequests = 6, kSteps = 24;
+  group.Restart();
+  std::mt19937 random(11);
+  std::vector<std::vector<int32_t>> prompts;
+  for (int i = 0; i < kRequests; ++i) prompts.push_back(RandomTokens(random, 1 + random() % 90));
+  std::vector<uint32_t> length(kRequests, 0);
+  std::vector<int32_t> root(kRequests, 0);
+  std::string seen;
+  for (int step = 0; step < kSteps; ++step) {
+    v1::StepRequest request;
+    if (step < kRequests) {
+      v1::SamplingState sampling = Sampling(static_cast<uint32_t>(prompts[step].size()), step);
+      if (general) sampling.set_logprobs(2);
+      AddCreate(&request, step + 1, sampling);
+      v1::PrefillChunk* chunk = AddChunk(&request, step + 1, 0, prompts[step]);
+      chunk->set_sample(true);
+      chunk->set_draft_top_k(5);
+    }
+    for (int i = 0; i < std::min(step, kRequests); ++i) {
+      std::vector<int32_t> tokens = {root[i]}, parents;
+      const size_t nodes = 1 + random() % 12;
+      while (tokens.size() < nodes) {
+        parents.push_back(static_cast<int32_t>(random() % tokens.size()));
+        tokens.push_back(static_cast<int32_t>(random() % kVocab));
+      }
+      AddTree(&request, i + 1, length[i], tokens, parents)->set_draft_top_k(7);
+    }
+    const auto response = group.Step(request);
+    INFO(response.status());
+    REQUIRE(response.ok());
+    for (const v1::SequenceResult& result : response->results()) {
+      const auto i = static_cast<size_t>(result.sequence_id() - 1);
+      REQUIRE(result.error().empty());
+      length[i] += length[i] == 0 ? static_cast<uint32_t>(prompts[i].size())
+                                  : static_cast<uint32_t>(1 + result.accepted_nodes_size());
+      root[i] = static_cast<int32_t>(result.tokens(result.tokens_size() - 1));
+      seen += result.SerializeAsString();
+    }
+    seen += std::to_string(response->digest());
+  }
+  return seen;
+}
+
+std::unique_ptr<EngineGroup> Start(const EngineOptions& options) {
+  auto group = EngineGroup::Start(options, 1, nullptr, MakeGpu);
+  INFO(group.status());
+  REQUIRE(group.ok());
+  return *std::move(group);
+}
+
+}  // namespace
+
+TEST_CASE("padded shapes give the bits of exact ones, on the CPU") {
+  std::vector<std::string> seen;
+  for (const StepMode mode : {StepMode::kExact, StepMode::kEager}) {
+    EngineOptions options = GoldenOptions(true);
+    options.step_mode = mode;
+    auto group = EngineGroup::Start(options, 1);
+    REQUIRE(group.ok());
+    seen.push_back(RunMix(**group, false));
+    seen.push_back(RunMix(**group, true));
+  }
+  CHECK(seen[0] == seen[2]);
+  CHECK(seen[1] == seen[3]);
+}
+
+TEST_CASE("cuda: graphs give the bits of the same shapes op by op; a strict engine runs them") {
+  KDT_NEED_GPU();
+  std::vector<std::string> seen;
+  for (const StepMode mode : {StepMode::kAuto, StepMode::kEager}) {
+    EngineOptions options = CudaOptions(true);
+    options.step_mode = mode;
+    options.strict = true;
+    const auto group = Start(options);
+    const EngineStats before = group->engine(0).stats();
+    CHECK((before.graphs > 0) == (mode == StepMode::kAuto));
+    std::printf("%ld graphs of %ld nodes in %.3f s\n", static_cast<long>(before.graphs),
+                static_cast<long>(before.graph_nodes), before.capture_seconds);
+    seen.push_back(RunMix(*group, false));
+    const EngineStats after = group->engine(0).stats();
+    CHECK(after.general_draws == 0);
+    // Restart makes the graphs anew; the steps themselves allocate nothing, and wait at most twice each.
+    CHECK(after.device.allocations == before.device.allocations);
+    CHECK(after.device.pageable_copies == before.device.pageable_copies);
+    CHECK(after.device.synchronisations - before.device.synchronisations <= 2 * 24 + 2);
+    seen.push_back(RunMix(*group, true));
+  }
+  CHECK(seen[0] == seen[2]);
+  CHECK(seen[1] == seen[3]);
+}
+
+TEST_CASE("cuda: steps of every size around the buckets, up to the largest") {
+  KDT_NEED_GPU();
+  EngineOptions options = CudaOptions(true);
+  options.max_rows = 100;
+  options.max_sequences = 9;
+  options.strict = true;
+  const auto group = Start(options);
+  std::mt19937 random(5);
+  for (const size_t rows : {1, 2, 3, 8, 9, 63, 64, 65, 95, 96, 97, 100}) {
+    CAPTURE(rows);
+    group->Restart();
+    v1::StepRequest request;
+    AddCreate(&request, 1, Sampling(static_cast<uint32_t>(rows), 2));
+    v1::PrefillChunk* chunk = AddChunk(&request, 1, 0, RandomTokens(random, rows));
+    chunk->set_sample(true);
+    chunk->set_draft_top_k(3);
+    const auto response = group->Step(request);
+    INFO(response.status());
+    REQUIRE(response.ok());
+    CHECK(response->results(0).tokens_size() == 1);
+    CHECK(response->results(0).draft().token_ids_size() == 3 * 7);
+  }
+  group->Restart();
+  v1::StepRequest request;
+  AddCreate(&request, 1, Sampling(101, 2));
+  AddChunk(&request, 1, 0, RandomTokens(random, 101))->set_sample(true);
+  CHECK(group->Step(request).status().code() == absl::StatusCode::kInvalidArgument);
+}
+
+TEST_CASE("cuda: a NaN fails its sequence alone, also in a graph's padding") {
+  KDT_NEED_GPU();
+  constexpr int32_t kPoisoned = 500;
+  CheckpointCopy copy;
+  CheckpointCopy::SetBf16(copy.model() + "/model-00001-of-00002.safetensors",
+                          "language_model.model.embed_tokens.weight", kPoisoned * 128 + 3, 0x7fc0);
+  EngineOptions options = CudaOptions(true);
+  options.model_dir = copy.model();
+  const auto group = Start(options);
+  const auto prompt = [&](v1::StepRequest* request, uint64_t id, const std::vector<int32_t>& tokens) {
+    AddCreate(request, id, GreedySampling(static_cast<uint32_t>(tokens.size())));
+    v1::PrefillChunk* chunk = AddChunk(request, id, 0, tokens);
+    chunk->set_sample(true);
+    chunk->set_draft_top_k(3);
+  };
+  v1::StepRequest first;
+  prompt(&first, 1, {1, 2, 3, 4, 5, 6, 7});
+  auto response = group->Step(first);
+  REQUIRE(response.ok());
+  v1::SequenceResult alone = response->results(0);
+  REQUIRE(alone.error().empty());
+  // Rows of NaN are left behind in every activation, up to the largest of a step of 40 rows.
+  v1::StepRequest poison;
+  prompt(&poison, 2, std::vector<int32_t>(40, kPoisoned));
+  prompt(&poison, 3, {1, 2, 3, 4, 5, 6, 7});
+  response = group->Step(poison);
+  REQUIRE(response.ok());
+  CHECK(response->results(0).error().find("not finite") != std::string::npos);
+  CHECK(response->results(1).error().empty());
+  CHECK(response->results(1).tokens(0) == alone.tokens(0));
+  // The same step as the first, its padding full of NaN.
+  v1::StepRequest again;
+  prompt(&again, 4, {1, 2, 3, 4, 5, 6, 7});
+  response = group->Step(again);
+  REQUIRE(response.ok());
+  v1::SequenceResult result = response->results(0);
+  result.set_sequence_id(1);
+  CHECK(result.SerializeAsString() == alone.SerializeAsString());
+}
+
+TEST_CASE("cuda: a full pool is refused and nothing is lost; the context ends where it ends") {
+  KDT_NEED_GPU();
+  EngineOptions options = CudaOptions(false);
+  options.kv_slots = 40;
+  options.max_context = 24;
+  const auto group = Start(options);
+  const auto begin = [&] {
+    group->Restart();
+    v1::StepRequest request;
+    AddCreate(&request, 1, GreedySampling(20));
+    std::vector<int32_t> tokens(20);
+    for (int i = 0; i < 20; ++i) tokens[i] = 30 + i;
+    AddChunk(&request, 1, 0, tokens)->set_sample(true);
+    REQUIRE(group->Step(request).ok());
+  };
+  const auto go_on = [&] {
+    v1::StepRequest request;
+    AddTree(&request, 1, 20, {7, 8, 9, 10}, {0, 1, 2});  // to the last position
+    const auto response = group->Step(request);
+    REQUIRE(response.ok());
+    return response->results(0).SerializeAsString();
+  };
+  begin();
+  const std::string expected = go_on();
+  begin();
+  v1::StepRequest full;
+  AddTree(&full, 1, 20, std::vector<int32_t>(30, 5), std::vector<int32_t>(29, 0));
+  CHECK(group->Step(full).status().code() == absl::StatusCode::kResourceExhausted);
+  v1::StepRequest beyond;
+  AddTree(&beyond, 1, 20, {7, 8, 9, 10, 11}, {0, 1, 2, 3});
+  CHECK(group->Step(beyond).status().code() == absl::StatusCode::kOutOfRange);
+  CHECK(go_on() == expected);
+}
+
+TEST_CASE("cuda: 10,000 steps take no more memory of the device") {
+  KDT_NEED_GPU();
+  EngineOptions options = CudaOptions(true);
+  options.max_rows = 64;
+  options.strict = true;
+  const auto group = Start(options);
+  constexpr int kSteps = 10000;
+  constexpr uint32_t kLong = 700;
+  uint64_t used = 0;
+  uint32_t length = 0;
+  int32_t root = 0;
+  uint64_t id = 0;
+  for (int step = 0; step < kSteps; ++step) {
+    v1::StepRequest request;
+    if (length == 0) {
+      if (id > 0) AddFree(&request, id);
+      ++id;
+      AddCreate(&request, id, Sampling(4, id));
+      v1::PrefillChunk* chunk = AddChunk(&request, id, 0, {3, 4, 5, static_cast<int32_t>(id % kVocab)});
+      chunk->set_sample(true);
+      chunk->set_draft_top_k(4);
+    } else {
+      AddTree(&request, id, length, {root, 17, 18}, {0, 1})->set_draft_top_k(4);
+    }
+    const auto response = group->Step(request);
+    INFO(response.status());
+    REQUIRE(response.ok());
+    const v1::SequenceResult& result = response->results(0);
+    length += length == 0 ? 4 : static_cast<uint32_t>(1 + result.accepted_nodes_size());
+    root = static_cast<int32_t>(result.tokens(result.tokens_size() - 1));
+    if (length > kLong) length = 0;
+    if (step == 100) used = group->backend(0).memory()->used_bytes;
+  }
+  CHECK(group->backend(0).memory()->used_bytes == used);
+}
+
+}  // namespace kdt::testing
