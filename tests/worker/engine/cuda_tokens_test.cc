@@ -1,0 +1,176 @@
+// Tokens of the shipped model on the GPU: against the CPU's, and with speculation against without. The
+// contract (design.md, section 4): a token differs only where the best two candidates are close. Both bounds
+// are on the difference of their logits: activations of bf16 move a logit of this model by a few hundredths,
+// rarely by a tenth; tree rows and plain rows differ by what sums of other order leave of that.
+#include <algorithm>
+#include <cmath>
+
+#include "tests/worker/engine/cuda_group.h"
+
+namespace kdt::testing {
+namespace {
+
+constexpr double kBackendGap = 0.5;
+constexpr double kTreeGap = 0.25;
+constexpr int kTokens = 120;
+constexpr int kDraftTop = 4;
+
+EngineOptions ShippedOptions(kernels::DType kv_dtype) {
+  EngineOptions options;
+  options.model_dir = std::string(KDT_SOURCE_DIR) + "/deploy/models/kimi-tiny";
+  options.drafter_dir = options.model_dir + "/drafter";
+  options.kv_dtype = kv_dtype;
+  options.kv_slots = 4096;
+  options.max_rows = 128;
+  options.max_sequences = 8;
+  options.max_context = 1024;
+  return options;
+}
+
+std::vector<std::vector<int32_t>> Prompts() {
+  std::vector<std::vector<int32_t>> prompts;
+  for (int p = 0; p < 8; ++p) {
+    std::vector<int32_t> tokens = {3840};
+    for (int i = 0; i < 5 + 3 * p; ++i) tokens.push_back((37 * p + 11 * i * (p + 1)) % 2000 + 60);
+    prompts.push_back(tokens);
+  }
+  return prompts;
+}
+
+// The token chosen at a position and how far the second best was behind.
+struct Choice {
+  int32_t token;
+  double gap;
+};
+
+Choice Take(const v1::PositionLogprobs& logprobs) {
+  return {static_cast<int32_t>(logprobs.token().token_id()),
+          logprobs.top(0).logprob() - static_cast<double>(logprobs.top(1).logprob())};
+}
+
+v1::SamplingState Greedy(size_t prompt) {
+  v1::SamplingState sampling = GreedySampling(static_cast<uint32_t>(prompt));
+  sampling.set_logprobs(2);
+  return sampling;
+}
+
+// Decodes along `given` where it is not empty, else along its own choices.
+std::vector<Choice> Plain(EngineGroup& group, const std::vector<int32_t>& prompt,
+                          const std::vector<Choice>& given) {
+  group.Restart();
+  v1::StepRequest request;
+  AddCreate(&request, 1, Greedy(prompt.size()));
+  AddChunk(&request, 1, 0, prompt)->set_sample(true);
+  auto response = group.Step(request);
+  std::vector<Choice> choices;
+  while (true) {
+    INFO(response.status());
+    REQUIRE(response.ok());
+    choices.push_back(Take(response->results(0).logprobs(0)));
+    if (choices.size() == kTokens) return choices;
+    const int32_t next = given.empty() ? choices.back().token : given[choices.size() - 1].token;
+    v1::StepRequest decode;
+    AddTree(&decode, 1, static_cast<uint32_t>(prompt.size() + choices.size() - 1), {next}, {});
+    response = group.Step(decode);
+  }
+}
+
+// The same tokens by trees: the drafter's best chain, and its second choices beside it.
+std::vector<Choice> Speculated(EngineGroup& group, const std::vector<int32_t>& prompt, int* accepted) {
+  group.Restart();
+  v1::StepRequest request;
+  AddCreate(&request, 1, Greedy(prompt.size()));
+  v1::PrefillChunk* chunk = AddChunk(&request, 1, 0, prompt);
+  chunk->set_sample(true);
+  chunk->set_draft_top_k(kDraftTop);
+  auto response = group.Step(request);
+  std::vector<Choice> choices;
+  while (true) {
+    INFO(response.status());
+    REQUIRE(response.ok());
+    const v1::SequenceResult& result = response->results(0);
+    *accepted += result.accepted_nodes_size();
+    for (const v1::PositionLogprobs& logprobs : result.logprobs()) choices.push_back(Take(logprobs));
+    if (choices.size() >= kTokens) {
+      choices.resize(kTokens);
+      return choices;
+    }
+    std::vector<int32_t> tokens = {choices.back().token}, parents;
+    int32_t last = 0;
+    for (int i = 0; i * kDraftTop < result.draft().token_ids_size(); ++i) {
+      const int32_t parent = last;
+      for (const int k : {0, 1}) {
+        parents.push_back(parent);
+        tokens.push_back(static_cast<int32_t>(result.draft().token_ids(i * kDraftTop + k)));
+        if (k == 0) last = static_cast<int32_t>(tokens.size()) - 1;
+      }
+    }
+    v1::StepRequest verify;
+    AddTree(&verify, 1, static_cast<uint32_t>(prompt.size() + choices.size() - 1), tokens, parents)
+        ->set_draft_top_k(kDraftTop);
+    response = group.Step(verify);
+  }
+}
+
+struct Divergences {
+  int tokens = 0;
+  int differ = 0;
+  double largest_gap = 0;
+  void Count(const Choice& expected, const Choice& got) {
+    ++tokens;
+    if (expected.token == got.token) return;
+    ++differ;
+    largest_gap = std::max(largest_gap, std::min(expected.gap, got.gap));
+  }
+  void Print(const char* what) const {
+    std::printf("%s: %d of %d tokens differ (%.1f of 10,000), largest gap %.4f\n", what, differ, tokens,
+                1e4 * differ / tokens, largest_gap);
+  }
+};
+
+}  // namespace
+
+TEST_CASE("cuda: the shipped model's tokens are the CPU's where the choice is clear") {
+  KDT_NEED_GPU();
+  const int tp = GENERATE(1, 2, 4);
+  CAPTURE(tp);
+  auto cpu = EngineGroup::Start(ShippedOptions(kernels::DType::kF32), 1);
+  auto gpu = EngineGroup::Start(ShippedOptions(kernels::DType::kBF16), tp, nullptr, MakeGpu);
+  REQUIRE(cpu.ok());
+  INFO(gpu.status());
+  REQUIRE(gpu.ok());
+  Divergences found;
+  for (const std::vector<int32_t>& prompt : Prompts()) {
+    const std::vector<Choice> expected = Plain(**cpu, prompt, {});
+    const std::vector<Choice> got = Plain(**gpu, prompt, expected);
+    for (int i = 0; i < kTokens; ++i) found.Count(expected[i], got[i]);
+  }
+  found.Print(tp == 1   ? "tp 1, against the CPU"
+              : tp == 2 ? "tp 2, against the CPU"
+                        : "tp 4, against the CPU");
+  CHECK(found.largest_gap <= kBackendGap);
+  CHECK(found.differ <= found.tokens / 20);
+}
+
+TEST_CASE("cuda: speculation changes a token only where the choice is close") {
+  KDT_NEED_GPU();
+  auto gpu = EngineGroup::Start(ShippedOptions(kernels::DType::kBF16), 1, nullptr, MakeGpu);
+  INFO(gpu.status());
+  REQUIRE(gpu.ok());
+  Divergences found;
+  int accepted = 0;
+  for (const std::vector<int32_t>& prompt : Prompts()) {
+    const std::vector<Choice> plain = Plain(**gpu, prompt, {});
+    const std::vector<Choice> trees = Speculated(**gpu, prompt, &accepted);
+    for (int i = 0; i < kTokens; ++i) {
+      found.Count(plain[i], trees[i]);
+      if (plain[i].token != trees[i].token) break;  // what follows is another text
+    }
+  }
+  found.Print("trees against plain decoding");
+  std::printf("%d drafted tokens accepted\n", accepted);
+  CHECK(accepted > 50);
+  CHECK(found.largest_gap <= kTreeGap);
+}
+
+}  // namespace kdt::testing
