@@ -3,8 +3,8 @@
 //   cuda_collective_bench [--ranks=8] [--devices=each|same] [--collective=auto] [--json=FILE]
 //
 // --devices=each gives rank r GPU r; same puts all ranks on GPU 0 (start an MPS daemon for that). Rank 0's
-// medians are printed; --json writes them, too.
-#include <cuda_runtime_api.h>
+// medians are
+// printed; --json writes them, too.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,7 +20,7 @@
 #include "absl/strings/str_format.h"
 #include "common/log.h"
 #include "common/status.h"
-#include "kernels/cuda/check.h"
+#include "kdt/kernels/cuda_backend.h"
 #include "worker/collective/cuda/cuda_collective.h"
 #include "worker/collective/cuda/measure.h"
 
@@ -33,10 +33,35 @@ namespace kdt {
 namespace {
 
 constexpr size_t kSmallest = size_t{8} << 10, kLargest = size_t{4} << 20;
+constexpr int64_t kHidden = 7168;
 constexpr int kCalls = 64, kReplays = 15;
 constexpr absl::Duration kLimit = absl::Seconds(60);
 
-std::string Json(const CudaCollective& collective, const std::vector<ReduceTimes>& times, double join_ms) {
+// A reduction with the norm behind it, in two kernels and as the collective does it.
+struct NormTimes {
+  int64_t rows;
+  float apart_us, together_us;
+};
+
+absl::StatusOr<NormTimes> MeasureNorm(CudaCollective& collective, kernels::Backend& backend, void* memory,
+                                      int64_t rows) {
+  const auto part = [&](int i) {
+    return kernels::MakeTensor(static_cast<char*>(memory) + i * kLargest / 4, kernels::DType::kBF16, rows,
+                               kHidden);
+  };
+  const kernels::RmsNormArgs norm{part(0), part(1), part(3).bf16(), 1e-5f, part(2)};
+  NormTimes times{rows, 0, 0};
+  KDT_ASSIGN_OR_RETURN(times.apart_us, MeasureCalls(collective, kCalls, kReplays, [&] {
+                         return collective.Collective::AllReduceNorm(backend, norm);
+                       }));
+  KDT_ASSIGN_OR_RETURN(times.together_us, MeasureCalls(collective, kCalls, kReplays, [&] {
+                         return collective.AllReduceNorm(backend, norm);
+                       }));
+  return times;
+}
+
+std::string Json(const CudaCollective& collective, const std::vector<ReduceTimes>& times,
+                 const std::vector<NormTimes>& norms, double join_ms) {
   std::string text =
       absl::StrCat("{\"ranks\": ", collective.size(), ", \"devices\": \"", absl::GetFlag(FLAGS_devices),
                    "\", \"name\": \"", collective.name(), "\", \"choice\": \"",
@@ -51,18 +76,25 @@ std::string Json(const CudaCollective& collective, const std::vector<ReduceTimes
     }
     text += "}";
   }
+  text += "], \"norms\": [";
+  for (const NormTimes& norm : norms) {
+    absl::StrAppendFormat(&text, "%s{\"rows\": %d, \"apart_us\": %.2f, \"together_us\": %.2f}",
+                          &norm == &norms.front() ? "" : ", ", norm.rows, norm.apart_us, norm.together_us);
+  }
   return text + "]}\n";
 }
 
 absl::Status RunRank(const std::string& id, int rank, int ranks) {
-  KDT_CUDA_RETURN_IF_ERROR(cudaSetDevice(absl::GetFlag(FLAGS_devices) == "each" ? rank : 0));
+  kernels::CudaBackendOptions backend_options;
+  backend_options.device = absl::GetFlag(FLAGS_devices) == "each" ? rank : 0;
+  backend_options.workspace_bytes = 1 << 20;
+  KDT_ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Backend> backend,
+                       kernels::MakeCudaBackend(backend_options));
   CudaCollectiveOptions options{id, rank, ranks};
   KDT_ASSIGN_OR_RETURN(options.kind, ParseCollectiveKind(absl::GetFlag(FLAGS_collective), "cuda"));
   options.timeout = kLimit;
-  KDT_CUDA_RETURN_IF_ERROR(cudaStreamCreateWithFlags(&options.stream, cudaStreamNonBlocking));
-  void* x = nullptr;
-  KDT_CUDA_RETURN_IF_ERROR(cudaMalloc(&x, kLargest));
-  KDT_CUDA_RETURN_IF_ERROR(cudaMemset(x, 0, kLargest));
+  options.stream = static_cast<cudaStream_t>(backend->stream());
+  KDT_ASSIGN_OR_RETURN(void* const x, backend->Allocate(kLargest));
   const absl::Time start = absl::Now();
   KDT_ASSIGN_OR_RETURN(const auto collective, CudaCollective::Make(options));
   const double join_ms = absl::ToDoubleMilliseconds(absl::Now() - start);
@@ -78,12 +110,21 @@ absl::Status RunRank(const std::string& id, int rank, int ranks) {
     }
     times.push_back(one);
   }
+  std::vector<NormTimes> norms;
+  for (const int64_t rows : {1, 4, 8, 16, 32, 64}) {
+    KDT_ASSIGN_OR_RETURN(const NormTimes norm, MeasureNorm(*collective, *backend, x, rows));
+    norms.push_back(norm);
+  }
   if (rank == 0) {
     std::printf("%d ranks, devices %s, %s, joined in %.0f ms\nchosen: %s\n%s\n", ranks,
                 absl::GetFlag(FLAGS_devices).c_str(), collective->name().c_str(), join_ms,
                 collective->choice().ToString().c_str(), ReduceTimesTable(times).c_str());
+    std::printf("with the norm behind it, rows of %d: two kernels, one (us)\n", static_cast<int>(kHidden));
+    for (const NormTimes& norm : norms) {
+      std::printf("%10d%12.2f%12.2f\n", static_cast<int>(norm.rows), norm.apart_us, norm.together_us);
+    }
     if (const std::string file = absl::GetFlag(FLAGS_json); !file.empty()) {
-      std::ofstream(file) << Json(*collective, times, join_ms);
+      std::ofstream(file) << Json(*collective, times, norms, join_ms);
     }
   }
   // Nobody leaves while others are still at it.

@@ -1,5 +1,7 @@
 #include "worker/collective/cuda/cuda_collective.h"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -18,10 +20,13 @@ constexpr absl::Duration kLeaveLimit = absl::Seconds(2);
 // Looks at the stream without any pause in between, then with one: a step takes milliseconds, and several
 // ranks may share a core.
 constexpr int kEagerLooks = 200;
+constexpr unsigned long kTimerSlackNanos = 1000;
 constexpr absl::Duration kPause = absl::Microseconds(10);
 constexpr absl::Duration kLookForDead = absl::Milliseconds(50);
 constexpr int64_t kProbeValues = 20011;  // more than one block, and not a multiple of a vector
 
+// More rows than this the norm does better in a kernel of its own, a block a row.
+constexpr int64_t kMostFusedRows = 64;
 // Above this a group that was not measured sums in two shots.
 constexpr size_t kTwoShotAbove = 64 << 10;
 
@@ -39,6 +44,7 @@ absl::StatusOr<std::unique_ptr<CudaCollective>> CudaCollective::Make(const CudaC
   int device = 0;
   KDT_CUDA_RETURN_IF_ERROR(cudaStreamGetDevice(options.stream, &device));
   KDT_CUDA_RETURN_IF_ERROR(cudaSetDevice(device));
+  (void)prctl(PR_SET_TIMERSLACK, kTimerSlackNanos);  // without it a pause is five times as long
   std::unique_ptr<ShmSegment> segment;
   const bool alone = options.size == 1 && options.kind != CollectiveKind::kNccl;
   if (!alone) {
@@ -72,9 +78,9 @@ absl::Status CudaCollective::Connect(CollectiveKind kind, size_t buffer_bytes, i
     } else {
       no_ipc = ipc.status();
     }
+    if (kind == CollectiveKind::kIpc) return no_ipc;
     // With a group that has ended there is nothing to fall back to.
     KDT_RETURN_IF_ERROR(segment_->State());
-    if (kind == CollectiveKind::kIpc) return no_ipc;
   }
   auto nccl = NcclComm::Make(exchange_, device, stream_);
   absl::Status no_nccl = nccl.status();
@@ -83,7 +89,6 @@ absl::Status CudaCollective::Connect(CollectiveKind kind, size_t buffer_bytes, i
     no_nccl = ProbeBy(ReduceMethod::kNccl);
     if (!no_nccl.ok()) nccl_.reset();
   }
-  KDT_RETURN_IF_ERROR(segment_->State());
   if (kind == CollectiveKind::kNccl) return no_nccl;
   if (!no_ipc.ok() && !no_nccl.ok()) {
     return absl::UnavailableError(absl::StrCat(no_ipc.message(), "; ", no_nccl.message()));
@@ -180,6 +185,16 @@ absl::Status CudaCollective::ReduceBy(ReduceMethod method, const kernels::Tensor
     KDT_CUDA_RETURN_IF_ERROR(reduce(ipc_->peers(), at, x.dtype, std::min(piece, count - begin), stream_));
   }
   return absl::OkStatus();
+}
+
+absl::Status CudaCollective::AllReduceNorm(kernels::Backend& backend, const kernels::RmsNormArgs& norm) {
+  const auto bytes = static_cast<size_t>(norm.x.rows * norm.x.cols * kernels::DTypeSize(norm.x.dtype));
+  if (ipc_ == nullptr || norm.x.rows > kMostFusedRows || bytes > ipc_->peers().buffer_bytes ||
+      choice_.Of(bytes) != ReduceMethod::kOneShot || !cuda::IpcTakesNorm(norm)) {
+    return Collective::AllReduceNorm(backend, norm);
+  }
+  KDT_RETURN_IF_ERROR(Alive());
+  return KDT_CUDA_STATUS(cuda::IpcReduceNorm(ipc_->peers(), norm, stream_));
 }
 
 absl::Status CudaCollective::AllGather(const void* in, size_t bytes, void* out) {

@@ -46,6 +46,7 @@ class CudaCollective : public Collective {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   absl::Status AllReduceSum(const kernels::Tensor& x) override;
+  absl::Status AllReduceNorm(kernels::Backend& backend, const kernels::RmsNormArgs& norm) override;
   absl::Status AllGather(const void* in, size_t bytes, void* out) override;
   absl::Status Broadcast(void* data, size_t bytes, int root) override;
   absl::Status Finish(kernels::Backend& backend) override;

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kdt/kernels/rms_norm.h"
 #include "kdt/kernels/tensor.h"
 
 namespace kdt::cuda {
@@ -55,6 +56,11 @@ cudaError_t IpcReduceOneShot(const IpcPeers& peers, void* x, kernels::DType type
                              cudaStream_t stream);
 cudaError_t IpcReduceTwoShot(const IpcPeers& peers, void* x, kernels::DType type, int64_t count,
                              cudaStream_t stream);
+// IpcReduceOneShot of norm.x and RmsNorm(norm) in one, with the same bits; norm.x keeps this rank's values.
+// Only for what IpcTakesNorm takes: bf16 with a residual, rows of whole and aligned chunks of eight values,
+// at most 16384.
+bool IpcTakesNorm(const kernels::RmsNormArgs& norm);
+cudaError_t IpcReduceNorm(const IpcPeers& peers, const kernels::RmsNormArgs& norm, cudaStream_t stream);
 // out + r * stride = rank r's `bytes` at `in`. bytes <= buffer_bytes; any alignment.
 cudaError_t IpcGather(const IpcPeers& peers, const void* in, size_t bytes, void* out, size_t stride,
                       cudaStream_t stream);

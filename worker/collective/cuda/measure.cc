@@ -36,14 +36,12 @@ class CapturedCalls {
   ~CapturedCalls() {
     if (exec_ != nullptr) (void)cudaGraphExecDestroy(exec_);
   }
-  absl::Status Capture(CudaCollective& collective, ReduceMethod method, void* x, size_t bytes, int calls) {
-    const auto values = static_cast<int64_t>(bytes / 2);
-    const kernels::Tensor tensor = kernels::MakeTensor(x, kernels::DType::kBF16, 1, values);
-    KDT_CUDA_RETURN_IF_ERROR(cudaStreamBeginCapture(collective.stream(), cudaStreamCaptureModeThreadLocal));
+  absl::Status Capture(cudaStream_t stream, int calls, absl::FunctionRef<absl::Status()> call) {
+    KDT_CUDA_RETURN_IF_ERROR(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     absl::Status status;
-    for (int i = 0; i < calls && status.ok(); ++i) status = collective.ReduceBy(method, tensor);
+    for (int i = 0; i < calls && status.ok(); ++i) status = call();
     cudaGraph_t graph = nullptr;
-    const absl::Status ended = KDT_CUDA_STATUS(cudaStreamEndCapture(collective.stream(), &graph));
+    const absl::Status ended = KDT_CUDA_STATUS(cudaStreamEndCapture(stream, &graph));
     if (status.ok()) status = ended;
     if (status.ok()) status = KDT_CUDA_STATUS(cudaGraphInstantiate(&exec_, graph, 0));
     if (graph != nullptr) (void)cudaGraphDestroy(graph);
@@ -74,12 +72,12 @@ absl::Status MeasureAll(CudaCollective& collective, void* x, size_t largest,
 
 }  // namespace
 
-absl::StatusOr<float> MeasureReduce(CudaCollective& collective, ReduceMethod method, void* x, size_t bytes,
-                                    int calls, int replays) {
+absl::StatusOr<float> MeasureCalls(CudaCollective& collective, int calls, int replays,
+                                   absl::FunctionRef<absl::Status()> call) {
   CapturedCalls captured;
   Events events;
   KDT_RETURN_IF_ERROR(events.Make());
-  KDT_RETURN_IF_ERROR(captured.Capture(collective, method, x, bytes, calls));
+  KDT_RETURN_IF_ERROR(captured.Capture(collective.stream(), calls, call));
   std::vector<float> micros;
   for (int i = 0; i <= replays; ++i) {  // the first one warms up
     KDT_CUDA_RETURN_IF_ERROR(cudaEventRecord(events.begin, collective.stream()));
@@ -92,6 +90,13 @@ absl::StatusOr<float> MeasureReduce(CudaCollective& collective, ReduceMethod met
   }
   std::nth_element(micros.begin(), micros.begin() + replays / 2, micros.end());
   return micros[static_cast<size_t>(replays / 2)];
+}
+
+absl::StatusOr<float> MeasureReduce(CudaCollective& collective, ReduceMethod method, void* x, size_t bytes,
+                                    int calls, int replays) {
+  const auto values = static_cast<int64_t>(bytes / 2);
+  const kernels::Tensor tensor = kernels::MakeTensor(x, kernels::DType::kBF16, 1, values);
+  return MeasureCalls(collective, calls, replays, [&] { return collective.ReduceBy(method, tensor); });
 }
 
 absl::StatusOr<std::vector<ReduceTimes>> MeasureChoice(CudaCollective& collective, size_t largest) {

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "worker/collective/choice.h"
 
@@ -10,8 +11,12 @@ namespace kdt {
 
 class CudaCollective;
 
-// Microseconds of one reduction of `bytes` (bf16) by `method`, for this rank: median over `replays` of a
-// graph of `calls` calls. Every rank calls it.
+// Microseconds of one call, for this rank: median over `replays` of a graph of `calls` calls. Every rank
+// calls it.
+absl::StatusOr<float> MeasureCalls(CudaCollective& collective, int calls, int replays,
+                                   absl::FunctionRef<absl::Status()> call);
+
+// The same for a reduction of `bytes` (bf16) by `method`.
 absl::StatusOr<float> MeasureReduce(CudaCollective& collective, ReduceMethod method, void* x, size_t bytes,
                                     int calls, int replays);
 

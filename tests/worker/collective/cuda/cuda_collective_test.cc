@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "common/status.h"
+#include "kdt/kernels/cuda_backend.h"
 #include "kernels/cuda/check.h"
 #include "tests/support/catch.h"
 #include "tests/worker/collective/cuda/rank_processes.h"
@@ -64,10 +65,13 @@ absl::Status Same(const char* got, const std::vector<char>& expected, const std:
   return absl::OkStatus();
 }
 
+// Copies to the device go through the stream: those of pageable memory may still be under way when the call
+// returns.
 absl::Status CheckSum(CudaCollective& collective, Memory& memory, ReduceMethod method, DType type,
                       int64_t count, uint32_t salt) {
   const std::vector<char> mine = RankValues(collective.rank(), type, count, salt);
-  KDT_CUDA_RETURN_IF_ERROR(cudaMemcpy(memory.device, mine.data(), mine.size(), cudaMemcpyHostToDevice));
+  KDT_CUDA_RETURN_IF_ERROR(
+      cudaMemcpyAsync(memory.device, mine.data(), mine.size(), cudaMemcpyHostToDevice, collective.stream()));
   KDT_RETURN_IF_ERROR(collective.ReduceBy(method, kernels::MakeTensor(memory.device, type, 1, count)));
   KDT_RETURN_IF_ERROR(collective.FinishStream());
   KDT_CUDA_RETURN_IF_ERROR(cudaMemcpy(memory.host, memory.device, mine.size(), cudaMemcpyDeviceToHost));
@@ -147,7 +151,8 @@ TEST_CASE("all-gather and broadcast over GPUs move every byte, at any size and a
           return all;
         };
         const std::vector<char> mine = values(collective.rank());
-        KDT_CUDA_RETURN_IF_ERROR(cudaMemcpy(in.device, mine.data(), bytes, cudaMemcpyHostToDevice));
+        KDT_CUDA_RETURN_IF_ERROR(
+            cudaMemcpyAsync(in.device, mine.data(), bytes, cudaMemcpyHostToDevice, collective.stream()));
         KDT_RETURN_IF_ERROR(collective.AllGather(in.device, bytes, out.device));
         KDT_RETURN_IF_ERROR(collective.FinishStream());
         const size_t total = bytes * static_cast<size_t>(collective.size());
@@ -164,6 +169,66 @@ TEST_CASE("all-gather and broadcast over GPUs move every byte, at any size and a
       }
       return absl::OkStatus();
     });
+  }
+}
+
+TEST_CASE("a reduction with the norm behind it gives the bits of the two kernels") {
+  for (const int ranks : {2, 8}) {
+    const Placement placement = PlacementFor(ranks);
+    if (!placement.possible) {
+      WARN("skipped with " << ranks << " ranks: " << placement.reason);
+      continue;
+    }
+    const auto told = RunRanks(ranks, placement.own_gpu, CollectiveKind::kIpc, [&](const RankSetup& setup) {
+      const auto run = [&]() -> absl::Status {
+        kernels::CudaBackendOptions backend_options;
+        backend_options.device = placement.own_gpu ? setup.rank : 0;
+        backend_options.workspace_bytes = 1 << 20;
+        KDT_ASSIGN_OR_RETURN(const auto backend, kernels::MakeCudaBackend(backend_options));
+        CudaCollectiveOptions options = setup.options;
+        options.stream = static_cast<cudaStream_t>(backend->stream());
+        KDT_ASSIGN_OR_RETURN(const auto collective, CudaCollective::Make(options));
+        collective->SetDeadline(absl::Now() + absl::Seconds(30));
+        constexpr int64_t kMost = 100 * 7168 * 2;
+        Memory x, residual, out, weight;
+        for (Memory* memory : {&x, &residual, &out, &weight}) KDT_RETURN_IF_ERROR(memory->Make(kMost));
+        // Widths that a thread takes one, two or four chunks of, and one that is not of whole chunks.
+        for (const int64_t cols : {192, 7168, 9216, 100}) {
+          for (const int64_t rows : {1, 3, 33, 70}) {
+            const int64_t count = rows * cols;
+            const auto tensor = [&](const Memory& m) {
+              return kernels::MakeTensor(m.device, DType::kBF16, rows, cols);
+            };
+            const kernels::RmsNormArgs norm{tensor(x), tensor(residual), tensor(weight).bf16(), 1e-5f,
+                                            tensor(out)};
+            std::vector<char> results[2];
+            for (const bool together : {false, true}) {
+              const auto set = [&](Memory& memory, int rank, uint32_t salt) {
+                const std::vector<char> values = RankValues(rank, DType::kBF16, count, salt);
+                return KDT_CUDA_STATUS(cudaMemcpyAsync(memory.device, values.data(), values.size(),
+                                                       cudaMemcpyHostToDevice, collective->stream()));
+              };
+              KDT_RETURN_IF_ERROR(set(x, setup.rank, 1));
+              KDT_RETURN_IF_ERROR(set(residual, 99, 2));
+              KDT_RETURN_IF_ERROR(set(weight, 99, 3));
+              KDT_RETURN_IF_ERROR(together ? collective->AllReduceNorm(*backend, norm)
+                                           : collective->Collective::AllReduceNorm(*backend, norm));
+              KDT_RETURN_IF_ERROR(collective->Finish(*backend));
+              for (const Memory* memory : {&residual, &out}) {
+                std::vector<char> bytes(static_cast<size_t>(count) * 2);
+                KDT_CUDA_RETURN_IF_ERROR(
+                    cudaMemcpy(bytes.data(), memory->device, bytes.size(), cudaMemcpyDeviceToHost));
+                results[together].insert(results[together].end(), bytes.begin(), bytes.end());
+              }
+            }
+            KDT_RETURN_IF_ERROR(Same(results[1].data(), results[0], absl::StrCat(rows, " rows of ", cols)));
+          }
+        }
+        return collective->exchange().Agree(absl::OkStatus());
+      };
+      return Text(run());
+    });
+    for (const std::string& text : told) CHECK(text == "");
   }
 }
 
@@ -298,7 +363,8 @@ TEST_CASE("a group of one gathers by a copy, and NCCL runs at world size one") {
         KDT_RETURN_IF_ERROR(in.Make(4096));
         KDT_RETURN_IF_ERROR(out.Make(4096));
         const std::vector<char> values = RankValues(0, DType::kF32, 1024, 5);
-        KDT_CUDA_RETURN_IF_ERROR(cudaMemcpy(in.device, values.data(), 4096, cudaMemcpyHostToDevice));
+        KDT_CUDA_RETURN_IF_ERROR(
+            cudaMemcpyAsync(in.device, values.data(), 4096, cudaMemcpyHostToDevice, setup.options.stream));
         KDT_RETURN_IF_ERROR(
             (*collective)->AllReduceSum(kernels::MakeTensor(in.device, DType::kF32, 1, 1024)));
         KDT_RETURN_IF_ERROR((*collective)->AllGather(in.device, 4096, out.device));

@@ -1,0 +1,113 @@
+// A one-shot all-reduce with the norm behind it (kernels/cuda/rms_norm.cu) in the same kernel: the sums stay
+// in registers. The bits are those of the two kernels one after the other: the sum is rounded to bf16 first,
+// and the squares are added up in the same order.
+#include <algorithm>
+
+#include "kernels/cuda/common/chunk.cuh"
+#include "kernels/cuda/common/launch.cuh"
+#include "worker/collective/cuda/ipc_vector.cuh"
+
+namespace kdt::cuda {
+namespace {
+
+struct Params {
+  const bf16* x;  // [rows, n]
+  bf16* residual;
+  int64_t residual_stride;
+  const bf16* weight;
+  float eps;
+  int rows;
+  int n;
+  bf16* out;
+  int64_t out_stride;
+};
+
+// A block takes whole rows, a thread kChunks times eight values of each.
+template <int kChunks>
+__global__ void __launch_bounds__(kIpcThreads, 1)
+    OneShotNormKernel(const __grid_constant__ IpcPeers peers, const __grid_constant__ Params p) {
+  __shared__ float shared[kIpcThreads / 32];
+  const int chunks = p.n / 8, lane = threadIdx.x & 31, warps = blockDim.x / 32;
+  const int64_t count = static_cast<int64_t>(p.rows) * p.n;
+  const auto at = [&](int c) { return static_cast<int>(threadIdx.x + c * blockDim.x); };
+  uint4 weight[kChunks];
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    if (at(c) < chunks) weight[c] = reinterpret_cast<const uint4*>(p.weight)[at(c)];
+  }
+  const IpcOp op = BeginOp(peers);
+  uint4* const mine = reinterpret_cast<uint4*>(peers.blocks[peers.rank] + op.offset);
+  for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int64_t i = static_cast<int64_t>(row) * chunks + at(c);
+      if (at(c) < chunks) mine[i] = reinterpret_cast<const uint4*>(p.x)[i];
+    }
+  }
+  const bool alive = Meet(peers, &IpcFlags::arrived, op.number);
+  CountOp(peers, op.number);
+  LaunchDependents();
+  if (!alive) return;
+  for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    bf16* const residual = p.residual + row * p.residual_stride;
+    float v[kChunks][8], squares = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (at(c) >= chunks) continue;
+      float before[8];
+      Load8(before, residual + at(c) * 8);
+      Unpack8(v[c], SumVector(peers, op.offset, p.x, static_cast<int64_t>(row) * chunks + at(c), count));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[c][i] = Rounded<bf16>(v[c][i] + before[i]);
+      Store8(residual + at(c) * 8, v[c]);
+      squares += Squares8(v[c]);
+    }
+    squares = WarpSum(squares);
+    if (lane == 0) shared[threadIdx.x / 32] = squares;
+    __syncthreads();
+    const float sum = WarpSum(lane < warps ? shared[lane] : 0.0f);
+    const float factor = rsqrtf(sum / static_cast<float>(p.n) + p.eps);
+    bf16* const out = p.out + row * p.out_stride;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (at(c) >= chunks) continue;
+      Scale8<bf16>(v[c], factor, weight[c]);
+      Store8(out + at(c) * 8, v[c]);
+    }
+    __syncthreads();  // before the next row's sums
+  }
+}
+
+}  // namespace
+
+bool IpcTakesNorm(const kernels::RmsNormArgs& norm) {
+  using kernels::DType;
+  return norm.x.dtype == DType::kBF16 && norm.out.dtype == DType::kBF16 && norm.residual.data != nullptr &&
+         norm.residual.dtype == DType::kBF16 && norm.x.stride == norm.x.cols && InChunks(norm.x) &&
+         InChunks(norm.residual) && InChunks(norm.out) &&
+         reinterpret_cast<uintptr_t>(norm.weight) % 16 == 0 && norm.x.cols / 8 <= 4 * kIpcThreads &&
+         norm.x.rows > 0;
+}
+
+cudaError_t IpcReduceNorm(const IpcPeers& peers, const kernels::RmsNormArgs& norm, cudaStream_t stream) {
+  const Params p{Data<bf16>(norm.x),
+                 Data<bf16>(norm.residual),
+                 norm.residual.stride,
+                 reinterpret_cast<const bf16*>(norm.weight),
+                 norm.eps,
+                 static_cast<int>(norm.x.rows),
+                 static_cast<int>(norm.x.cols),
+                 Data<bf16>(norm.out),
+                 norm.out.stride};
+  const int chunks = p.n / 8;
+  const int blocks = std::min(p.rows, peers.max_blocks);
+  // As rms_norm shares a row out over its threads.
+  const auto launch = [&](auto* kernel, int each) {
+    return LaunchAfter(Launch{stream}, kernel, blocks, Blocks(chunks, each * 32) * 32, 0, peers, p);
+  };
+  if (chunks <= kIpcThreads / 2) return launch(OneShotNormKernel<1>, 1);
+  if (chunks <= kIpcThreads * 2) return launch(OneShotNormKernel<2>, 2);
+  return launch(OneShotNormKernel<4>, 4);
+}
+
+}  // namespace kdt::cuda
