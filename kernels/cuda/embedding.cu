@@ -11,8 +11,9 @@ template <typename T>
 __global__ void EmbeddingKernel(const int32_t* ids, int64_t begin, const bf16* table, int64_t vocab,
                                 int64_t table_stride, int64_t hidden, T* out, int64_t out_stride,
                                 bool in_chunks) {
-  LaunchDependents();
+  // In this order: what was written before an embedding may be read by all later kernels as they start (launch.cuh).
   WaitForPrevious();
+  LaunchDependents();
   const int64_t id = ids[blockIdx.x] - begin;
   const bool here = id >= 0 && id < vocab;
   T* to = out + blockIdx.x * out_stride;
