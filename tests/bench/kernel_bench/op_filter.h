@@ -143,9 +143,6 @@ class OpFilter final : public kernels::Backend {
   absl::Status GumbelArgmax(const kernels::GumbelArgmaxArgs& args) override {
     return Do([&] { return OpFacts{"gumbel_argmax"}; }, [&] { return base_.GumbelArgmax(args); });
   }
-  absl::Status TableWrite(const kernels::TableWriteArgs& args) override {
-    return Do([&] { return OpFacts{"table_write"}; }, [&] { return base_.TableWrite(args); });
-  }
   absl::Status TreeWalk(const kernels::TreeWalkArgs& args) override {
     return Do([&] { return OpFacts{"tree_walk"}; }, [&] { return base_.TreeWalk(args); });
   }
