@@ -43,13 +43,13 @@ ABSL_FLAG(std::vector<std::string>, context, (std::vector<std::string>{"4096", "
 ABSL_FLAG(std::vector<std::string>, batch, (std::vector<std::string>{"1"}), "sequences");
 ABSL_FLAG(int64_t, max_rows, 64, "rows of the largest step");
 ABSL_FLAG(std::string, moe, "tensor", "tensor or expert");
-ABSL_FLAG(double, reduce_us, 8, "what a collective of the stand-in takes at least");
 ABSL_FLAG(bool, floors, false,
           "print the floors alone, for the machine of the three flags below; needs no GPU");
 ABSL_FLAG(double, floor_tb_per_s, 4.1, "memory rate of the floor");
 ABSL_FLAG(double, floor_tflop_per_s, 638, "arithmetic rate of the floor");
 ABSL_FLAG(double, floor_reduce_us, 8, "a reduction in the floor");
 ABSL_FLAG(bool, parts, false, "time by part as well");
+ABSL_FLAG(bool, eager, false, "the same shapes op by op, without graphs");
 ABSL_FLAG(int, warm_up, 5, "steps before measuring");
 ABSL_FLAG(int, steps, 31, "measured steps");
 ABSL_FLAG(std::string, json, "", "file for the results");
@@ -78,19 +78,24 @@ struct Result {
   StepShape shape;
   StepTimes times;
   Cost target, drafter;
+  double reduce_us = 0;  // one sum with its norm, measured on its own
+  double reduce_floor_us = 0;
+  // Reductions that are faster here than in the floor get the floor's time.
+  double Step() const {
+    return times.wall_us + static_cast<double>(target.reductions + drafter.reductions) *
+                               std::max(0.0, reduce_floor_us - reduce_us);
+  }
   StepParts parts;
 };
 
 void Print(const Result& r, bool parts) {
   const double floor = r.target.us + r.drafter.us;
   std::printf(
-      "rows %3ld batch %2ld context %6ld  step %8.1f us (%.1f .. %.1f)  floor %7.1f  ratio %.2f  | %.2f GB "
-      "weights, %.2f GB KV, %.1f GFLOP, %ld reductions | forward %.0f sample %.0f draft %.0f\n",
+      "rows %3ld batch %2ld context %6ld  step %8.1f us (%.1f .. %.1f), with the floor's reductions %8.1f, "
+      "floor "
+      "%7.1f, ratio %.2f | a reduction %.2f us\n",
       r.shape.rows, r.shape.batch, r.shape.context, r.times.wall_us, r.times.fastest_us, r.times.slowest_us,
-      floor, r.times.wall_us / floor, (r.target.weight_bytes + r.drafter.weight_bytes) * 1e-9,
-      (r.target.kv_bytes + r.drafter.kv_bytes) * 1e-9, (r.target.flop + r.drafter.flop) * 1e-9,
-      r.target.reductions + r.drafter.reductions, r.times.timings.forward_us(), r.times.timings.sample_us(),
-      r.times.timings.draft_us());
+      r.Step(), floor, r.Step() / floor, r.reduce_us);
   if (parts) {
     std::printf("   ");
     double sum = 0;
@@ -116,13 +121,13 @@ void PrintFloor(const Load& load, const Cost& target, const Cost& drafter) {
 std::string Json(const Result& r, bool parts) {
   std::string text = absl::StrFormat(
       "{\"rows\": %d, \"batch\": %d, \"context\": %d, \"draft\": %s, \"step_us\": %.1f, \"fastest_us\": "
-      "%.1f, "
+      "%.1f, \"with_floor_reductions_us\": %.1f, \"reduce_us\": %.2f, \"ratio\": %.3f, "
       "\"target_floor_us\": %.1f, \"drafter_floor_us\": %.1f, \"weight_bytes\": %.0f, \"kv_bytes\": %.0f, "
       "\"flop\": %.4g, \"reductions\": %d, \"experts\": %.1f",
       r.shape.rows, r.shape.batch, r.shape.context, r.shape.draft ? "true" : "false", r.times.wall_us,
-      r.times.fastest_us, r.target.us, r.drafter.us, r.target.weight_bytes + r.drafter.weight_bytes,
-      r.target.kv_bytes + r.drafter.kv_bytes, r.target.flop + r.drafter.flop,
-      r.target.reductions + r.drafter.reductions, r.target.experts);
+      r.times.fastest_us, r.Step(), r.reduce_us, r.Step() / (r.target.us + r.drafter.us), r.target.us,
+      r.drafter.us, r.target.weight_bytes + r.drafter.weight_bytes, r.target.kv_bytes + r.drafter.kv_bytes,
+      r.target.flop + r.drafter.flop, r.target.reductions + r.drafter.reductions, r.target.experts);
   if (parts) {
     std::vector<std::string> entries;
     for (int p = 0; p < kParts; ++p) {
@@ -135,7 +140,7 @@ std::string Json(const Result& r, bool parts) {
 
 absl::StatusOr<std::unique_ptr<Collective>> MakeRankCollective(const EngineOptions& options, bool all,
                                                                kernels::Backend& device) {
-  if (!all) return MakeStandIn(&device, options.rank, options.tp, absl::GetFlag(FLAGS_reduce_us));
+  if (!all) return MakeStandIn(&device, options.rank, options.tp);
   KDT_ASSIGN_OR_RETURN(const CollectiveKind kind,
                        ParseCollectiveKind(absl::GetFlag(FLAGS_collective), "cuda"));
   return MakeCollective({absl::StrCat("rank-bench-", getppid()), options.rank, options.tp, absl::Seconds(60)},
@@ -159,6 +164,7 @@ absl::Status Run(int rank, Told* told) {
   options.model_dir = absl::GetFlag(FLAGS_config);
   options.drafter_dir = absl::GetFlag(FLAGS_drafter);
   options.random_weights = true;
+  options.step_mode = absl::GetFlag(FLAGS_eager) ? StepMode::kEager : StepMode::kAuto;
   options.rank = rank;
   options.tp = absl::GetFlag(FLAGS_tp);
   options.moe_sharding = moe == "expert" ? MoeSharding::kExpert : MoeSharding::kTensor;
@@ -214,8 +220,12 @@ absl::Status Run(int rank, Told* told) {
   const auto collective = MakePartCollective(group.get(), &clock);
   start = Seconds();
   KDT_RETURN_IF_ERROR(engine->StartEpoch(collective.get()));
-  const double capture_s = Seconds() - start;
-  if (prints) std::printf("start of an epoch, capture of all graphs included: %.2f s\n", capture_s);
+  const double epoch_s = Seconds() - start;
+  if (prints) {
+    const EngineStats stats = engine->stats();
+    std::printf("start of an epoch: %.2f s, capture of %ld graphs of %ld nodes: %.2f s\n", epoch_s,
+                stats.graphs, stats.graph_nodes, stats.capture_seconds);
+  }
 
   StepBench bench(engine.get(), &clock, &tap, rank, told);
   std::vector<Result> results;
@@ -232,6 +242,10 @@ absl::Status Run(int rank, Told* told) {
         KDT_ASSIGN_OR_RETURN(result.times, bench.Measure(result.shape, warm_up, steps));
         const Load load{options.tp, options.moe_sharding, r * batch, batch, c};
         result.target = TargetCost(config, load, machine);
+        KDT_ASSIGN_OR_RETURN(result.reduce_us,
+                             MeasureReduceNorm(*group, *device, r * batch, config.hidden_size));
+        // Real ones take what they take.
+        if (told == nullptr) result.reduce_floor_us = machine.reduce_us;
         if (drafts) result.drafter = DrafterCost(drafter, config, load, machine);
         if (prints) Print(result, false);
         results.push_back(result);
@@ -252,13 +266,17 @@ absl::Status Run(int rank, Told* told) {
       if (prints) Print(result, true);
     }
   }
+  // The graphs go before the collective does.
+  const double capture_s = engine->stats().capture_seconds;
+  KDT_RETURN_IF_ERROR(engine->StartEpoch(nullptr));
   if (absl::GetFlag(FLAGS_json).empty() || !prints) return absl::OkStatus();
   std::ofstream file(absl::GetFlag(FLAGS_json));
   file << absl::StrFormat(
-      "{\"device\": \"%s\", \"moe\": \"%s\", \"tp\": %d, \"weights_gib\": %.3f, \"load_s\": %.2f, "
-      "\"epoch_start_s\": %.3f, \"reduce_us\": %.1f, \"results\": [\n",
-      backend->device_name(), moe, options.tp, weights_gib, load_s, capture_s,
-      absl::GetFlag(FLAGS_reduce_us));
+      "{\"device\": \"%s\", \"moe\": \"%s\", \"eager\": %s, \"tp\": %d, \"weights_gib\": %.3f, \"load_s\": "
+      "%.2f, "
+      "\"epoch_start_s\": %.3f, \"capture_s\": %.3f, \"results\": [\n",
+      backend->device_name(), moe, absl::GetFlag(FLAGS_eager) ? "true" : "false", options.tp, weights_gib,
+      load_s, epoch_s, engine->stats().capture_seconds);
   for (size_t i = 0; i < results.size(); ++i) {
     file << "  " << Json(results[i], parts) << (i + 1 < results.size() ? ",\n" : "\n");
   }

@@ -1,39 +1,79 @@
 #include "tests/bench/rank_bench/stand_in.h"
 
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
-#include "tests/bench/rank_bench/stand_in_kernels.h"
+#include "worker/collective/cuda/ipc_kernels.h"
 
 namespace kdt::bench {
 namespace {
 
-constexpr size_t kOtherBytes = size_t{256} << 20;  // of all other ranks
+using kernels::Buffer;
+
+constexpr size_t kBufferBytes = size_t{8} << 20;
+constexpr uint32_t kAlwaysThere = 1u << 30;  // ahead of any operation's number
+constexpr int64_t kMostFusedRows = 64;       // as CudaCollective
+
+absl::Status State(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat("stand-in: ", what, ": ", cudaGetErrorString(error)));
+}
 
 class StandIn final : public Collective {
  public:
-  StandIn(kernels::Backend* backend, int rank, int size, int64_t nanoseconds, kernels::Buffer others)
-      : stream_(static_cast<cudaStream_t>(backend->stream())),
-        rank_(rank),
-        size_(size),
-        nanoseconds_(nanoseconds),
-        others_(std::move(others)) {}
+  StandIn(kernels::Backend* backend, int rank, int size) : backend_(backend) {
+    peers_.rank = rank;
+    peers_.size = size;
+    peers_.buffer_bytes = kBufferBytes;
+    peers_.max_blocks = cuda::kIpcMaxBlocks;
+  }
+  ~StandIn() override {
+    if (host_ != nullptr) backend_->FreeHost(host_);
+  }
+
+  absl::Status Allocate() {
+    for (int rank = 0; rank < peers_.size; ++rank) {
+      KDT_ASSIGN_OR_RETURN(Buffer block, Buffer::Make(*backend_, cuda::kIpcFlagBytes + 2 * kBufferBytes));
+      peers_.blocks[rank] = block.as<std::byte>();
+      blocks_.push_back(std::move(block));
+    }
+    std::vector<uint32_t> flags(cuda::kIpcFlagBytes / sizeof(uint32_t), kAlwaysThere);
+    KDT_RETURN_IF_ERROR(backend_->Upload(blocks_[peers_.rank].data(), flags.data(), cuda::kIpcFlagBytes));
+    KDT_ASSIGN_OR_RETURN(local_, Buffer::Make(*backend_, sizeof(cuda::IpcLocal)));
+    peers_.local = local_.as<cuda::IpcLocal>();
+    KDT_ASSIGN_OR_RETURN(host_, backend_->AllocateHost(sizeof(cuda::IpcHost)));
+    peers_.host = static_cast<cuda::IpcHost*>(host_);
+    return backend_->Synchronize();
+  }
 
   std::string name() const override { return "stand-in"; }
-  int rank() const override { return rank_; }
-  int size() const override { return size_; }
+  int rank() const override { return peers_.rank; }
+  int size() const override { return peers_.size; }
 
   absl::Status AllReduceSum(const kernels::Tensor& x) override {
-    const int64_t bytes = x.rows * x.cols * kernels::DTypeSize(x.dtype);
-    if (bytes * (size_ - 1) > static_cast<int64_t>(kOtherBytes)) {
+    const int64_t count = x.rows * x.cols;
+    if (static_cast<size_t>(count * kernels::DTypeSize(x.dtype)) > kBufferBytes) {
       return absl::InvalidArgumentError(absl::StrCat("stand-in: ", x.rows, " rows are too many"));
     }
-    return State(StandInReduce(stream_, x, others_.data(), size_, nanoseconds_));
+    return State(cuda::IpcReduceOneShot(peers_, x.data, x.dtype, count, stream()), "reduce");
+  }
+  absl::Status AllReduceNorm(kernels::Backend& backend, const kernels::RmsNormArgs& norm) override {
+    if (norm.x.rows > kMostFusedRows || !cuda::IpcTakesNorm(norm)) {
+      return Collective::AllReduceNorm(backend, norm);
+    }
+    return State(cuda::IpcReduceNorm(peers_, norm, stream()), "reduce and norm");
   }
   absl::Status AllGather(const void* in, size_t bytes, void* out) override {
-    return State(StandInGather(stream_, in, bytes, out, size_, nanoseconds_));
+    if (bytes > kBufferBytes) return absl::InvalidArgumentError("stand-in: a gather is too large");
+    return State(cuda::IpcGather(peers_, in, bytes, out, bytes, stream()), "gather");
   }
   absl::Status Broadcast(void*, size_t, int) override { return absl::OkStatus(); }
   void SetDeadline(absl::Time) override {}
@@ -41,25 +81,53 @@ class StandIn final : public Collective {
   int64_t wait_ns() const override { return 0; }
 
  private:
-  static absl::Status State(cudaError_t error) {
-    if (error == cudaSuccess) return absl::OkStatus();
-    return absl::InternalError(absl::StrCat("stand-in: ", cudaGetErrorString(error)));
-  }
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(backend_->stream()); }
 
-  cudaStream_t stream_;
-  int rank_;
-  int size_;
-  int64_t nanoseconds_;
-  kernels::Buffer others_;
+  kernels::Backend* backend_;
+  cuda::IpcPeers peers_{};
+  std::vector<Buffer> blocks_;
+  Buffer local_;
+  void* host_ = nullptr;
 };
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Collective>> MakeStandIn(kernels::Backend* backend, int rank, int size,
-                                                        double microseconds) {
-  KDT_ASSIGN_OR_RETURN(kernels::Buffer others, kernels::Buffer::Make(*backend, kOtherBytes));
-  return std::make_unique<StandIn>(backend, rank, size, static_cast<int64_t>(microseconds * 1e3),
-                                   std::move(others));
+absl::StatusOr<std::unique_ptr<Collective>> MakeStandIn(kernels::Backend* backend, int rank, int size) {
+  if (size > cuda::kIpcMaxRanks) return absl::InvalidArgumentError("--tp is too large");
+  auto stand_in = std::make_unique<StandIn>(backend, rank, size);
+  KDT_RETURN_IF_ERROR(stand_in->Allocate());
+  return stand_in;
+}
+
+absl::StatusOr<double> MeasureReduceNorm(Collective& collective, kernels::Backend& backend, int64_t rows,
+                                         int64_t cols) {
+  constexpr int kCalls = 64, kReplays = 21;
+  const auto tensor = [&](const Buffer& buffer) {
+    return kernels::MakeTensor(buffer.data(), kernels::DType::kBF16, rows, cols);
+  };
+  const size_t bytes = static_cast<size_t>(rows * cols) * 2;
+  KDT_ASSIGN_OR_RETURN(const Buffer x, Buffer::Make(backend, bytes));
+  KDT_ASSIGN_OR_RETURN(const Buffer residual, Buffer::Make(backend, bytes));
+  KDT_ASSIGN_OR_RETURN(const Buffer out, Buffer::Make(backend, bytes));
+  KDT_ASSIGN_OR_RETURN(const Buffer weight, Buffer::Make(backend, cols * 2));
+  KDT_ASSIGN_OR_RETURN(const auto graph, backend.Capture([&]() -> absl::Status {
+    for (int i = 0; i < kCalls; ++i) {
+      KDT_RETURN_IF_ERROR(collective.AllReduceNorm(
+          backend, {tensor(x), tensor(residual), weight.as<uint16_t>(), 1e-5f, tensor(out)}));
+    }
+    return absl::OkStatus();
+  }));
+  std::vector<double> times;
+  for (int i = 0; i < kReplays; ++i) {
+    KDT_RETURN_IF_ERROR(backend.Synchronize());
+    const auto start = std::chrono::steady_clock::now();
+    KDT_RETURN_IF_ERROR(graph->Replay());
+    KDT_RETURN_IF_ERROR(backend.Synchronize());
+    times.push_back(
+        std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() / kCalls);
+  }
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
 }
 
 }  // namespace kdt::bench

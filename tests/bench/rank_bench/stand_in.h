@@ -1,5 +1,6 @@
-// Collectives of a rank whose group is not there: the traffic of the one-shot kernels, with local memory in
-// the place of the other ranks', and the time that real peers would take.
+// Collectives of a rank whose group is not there: the ipc kernels of the worker, with blocks of local memory
+// in the place of the other ranks' and their flags set for good. So the kernels, their traffic and their
+// place in the step's graphs are real; the way to other GPUs is not.
 #pragma once
 
 #include <memory>
@@ -10,9 +11,11 @@
 
 namespace kdt::bench {
 
-// A reduction reads `size` buffers as large as the tensor and takes at least `microseconds`; the others hold
-// zeros, so the result is this rank's part. A gather repeats this rank's bytes. Everything is only queued.
-absl::StatusOr<std::unique_ptr<Collective>> MakeStandIn(kernels::Backend* backend, int rank, int size,
-                                                        double microseconds);
+// The other ranks' values are zeros, so a sum is this rank's part.
+absl::StatusOr<std::unique_ptr<Collective>> MakeStandIn(kernels::Backend* backend, int rank, int size);
+
+// Microseconds of one AllReduceNorm of [rows, cols], by a captured graph of many.
+absl::StatusOr<double> MeasureReduceNorm(Collective& collective, kernels::Backend& backend, int64_t rows,
+                                         int64_t cols);
 
 }  // namespace kdt::bench
