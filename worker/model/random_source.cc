@@ -29,12 +29,12 @@ constexpr size_t kBlockBytes = 16 << 20;  // small enough for a processor's cach
 constexpr size_t kMaxTensorBytes = size_t{8} << 30;
 constexpr size_t kRangeBytes = kMaxTensorBytes + kBlockBytes;
 constexpr size_t kStartStep = 256;  // tensors start at multiples of this within the block
-// Of q - 8 for q uniform in 0 .. 15, sqrt((16^2 - 1) / 12), and of u uniform in -1 .. 1.
-constexpr double kInt4Deviation = 4.61;
+// Of the values of BalancedInt4, and of u uniform in -1 .. 1.
+constexpr double kInt4Deviation = 4.18;
 constexpr double kUniformDeviation = 0.57735;
 
-// Block content: function(uniform 32-bit words, values to fill).
-using Fill = std::function<void(std::span<uint32_t>)>;
+// Fills a block.
+using Fill = std::function<void(std::span<uint32_t> words, uint64_t seed)>;
 
 // splitmix64: fast and good enough to fill memory.
 class Words {
@@ -53,8 +53,15 @@ class Words {
   uint64_t state_;
 };
 
-void FillBf16(std::span<uint32_t> words, const std::function<float(Words&)>& value) {
-  Words random(words.size());
+// Eight INT4 values of mean 0: -8 becomes 0. With a mean, every product would add a multiple of the same
+// vector to the residual stream, layer after layer, and the rows would choose the same experts.
+uint32_t BalancedInt4(uint32_t word) {
+  const uint32_t some = (word | word >> 1 | word >> 2 | word >> 3) & 0x11111111u;
+  return word | (~some & 0x11111111u) << 3;
+}
+
+void FillBf16(std::span<uint32_t> words, uint64_t seed, const std::function<float(Words&)>& value) {
+  Words random(seed);
   for (uint32_t& word : words) {
     const uint32_t low = FloatToBf16(value(random));
     word = low | static_cast<uint32_t>(FloatToBf16(value(random))) << 16;
@@ -64,7 +71,7 @@ void FillBf16(std::span<uint32_t> words, const std::function<float(Words&)>& val
 // One random block, mapped behind itself until it fills a range of addresses.
 class Range {
  public:
-  static absl::StatusOr<std::unique_ptr<Range>> Make(const Fill& fill) {
+  static absl::StatusOr<std::unique_ptr<Range>> Make(const Fill& fill, uint64_t seed) {
     auto range = std::make_unique<Range>();
     const auto failed = [](const char* call) {
       return absl::ResourceExhaustedError(absl::StrCat("random weights: ", call, ": ", strerror(errno)));
@@ -86,7 +93,7 @@ class Range {
     }();
     close(file);
     KDT_RETURN_IF_ERROR(status);
-    fill({reinterpret_cast<uint32_t*>(range->base_), kBlockBytes / sizeof(uint32_t)});
+    fill({reinterpret_cast<uint32_t*>(range->base_), kBlockBytes / sizeof(uint32_t)}, seed);
     return range;
   }
   Range() = default;
@@ -116,14 +123,16 @@ class RandomSource final : public WeightSource {
     if (shape.size() == 1) {
       const float value = absl::StrContains(name, "bias") ? 0.0f : 1.0f;
       kind = absl::StrCat("constant ", value);
-      fill = [value](std::span<uint32_t> words) { FillBf16(words, [value](Words&) { return value; }); };
+      fill = [value](std::span<uint32_t> words, uint64_t seed) {
+        FillBf16(words, seed, [value](Words&) { return value; });
+      };
     } else {
       const double in = static_cast<double>(*(shape.end() - 1));
       const double deviation = absl::StrContains(name, "embed_tokens") ? 1.0 : 1.0 / std::sqrt(in);
       const auto span = static_cast<float>(deviation / kUniformDeviation);
       kind = absl::StrCat("matrix ", span);
-      fill = [span](std::span<uint32_t> words) {
-        FillBf16(words, [span](Words& random) { return random.Uniform() * span; });
+      fill = [span](std::span<uint32_t> words, uint64_t seed) {
+        FillBf16(words, seed, [span](Words& random) { return random.Uniform() * span; });
       };
     }
     return View(name, *dtypes.begin(), shape, kind, fill);
@@ -131,18 +140,17 @@ class RandomSource final : public WeightSource {
 
   absl::StatusOr<Int4View> FindInt4(absl::string_view name, int64_t out, int64_t in) const override {
     Int4View view;
-    KDT_ASSIGN_OR_RETURN(
-        view.packed, View(name, DType::kI32, {out, in / kInt4PerWord}, "int4", [](std::span<uint32_t> words) {
-          Words random(words.size());
-          for (uint32_t& word : words) word = random.Next();
-        }));
+    const Fill values = [](std::span<uint32_t> words, uint64_t seed) {
+      Words random(seed);
+      for (uint32_t& word : words) word = BalancedInt4(random.Next());
+    };
+    KDT_ASSIGN_OR_RETURN(view.packed, View(name, DType::kI32, {out, in / kInt4PerWord}, "int4", values));
     const auto scale = static_cast<float>(1.0 / (kInt4Deviation * std::sqrt(static_cast<double>(in))));
+    const Fill scales = [scale](std::span<uint32_t> words, uint64_t seed) {
+      FillBf16(words, seed, [scale](Words& random) { return scale * (1.0f + 0.5f * random.Uniform()); });
+    };
     KDT_ASSIGN_OR_RETURN(view.scale, View(name, DType::kBF16, {out, in / kernels::kInt4Group},
-                                          absl::StrCat("scale ", scale), [scale](std::span<uint32_t> words) {
-                                            FillBf16(words, [scale](Words& random) {
-                                              return scale * (1.0f + 0.5f * random.Uniform());
-                                            });
-                                          }));
+                                          absl::StrCat("scale ", scale), scales));
     return view;
   }
 
@@ -159,7 +167,8 @@ class RandomSource final : public WeightSource {
     }
     std::unique_ptr<Range>& range = ranges_[kind];
     if (range == nullptr) {
-      KDT_ASSIGN_OR_RETURN(range, Range::Make(fill));
+      // Blocks of their own, so that an embedding is no row of a matrix.
+      KDT_ASSIGN_OR_RETURN(range, Range::Make(fill, ranges_.size()));
     }
     const size_t start =
         std::hash<std::string>()(std::string(name)) % (kBlockBytes / kStartStep) * kStartStep;
@@ -174,12 +183,13 @@ class RandomSource final : public WeightSource {
 std::unique_ptr<WeightSource> MakeRandomSource() { return std::make_unique<RandomSource>(); }
 
 absl::Status FillRandom(kernels::Backend& backend, kernels::DType dtype, const kernels::Buffer& buffer) {
-  Words random(1);
+  constexpr uint64_t kSeed = 1 << 20;  // of no block of weights
+  Words random(kSeed);
   const auto value = [](Words& words) { return words.Uniform() / static_cast<float>(kUniformDeviation); };
   KDT_ASSIGN_OR_RETURN(void* host, backend.AllocateHost(kBlockBytes));
   const absl::Status status = [&]() -> absl::Status {
     if (dtype == kernels::DType::kBF16) {
-      FillBf16({static_cast<uint32_t*>(host), kBlockBytes / sizeof(uint32_t)}, value);
+      FillBf16({static_cast<uint32_t*>(host), kBlockBytes / sizeof(uint32_t)}, kSeed, value);
     } else {
       for (size_t i = 0; i < kBlockBytes / sizeof(float); ++i) static_cast<float*>(host)[i] = value(random);
     }
