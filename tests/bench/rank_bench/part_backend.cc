@@ -16,7 +16,7 @@ class MarkedGraph final : public Graph {
       : inner_(std::move(inner)), clock_(clock), marks_(std::move(marks)) {}
   absl::Status Replay() override {
     if (!marks_.empty()) clock_->Replay(&marks_);
-    return inner_->Replay();
+    return clock_->Around([this] { return inner_->Replay(); });
   }
   int64_t nodes() const override { return inner_->nodes(); }
   const std::vector<kernels::KernelUse>& kernel_uses() const override { return inner_->kernel_uses(); }

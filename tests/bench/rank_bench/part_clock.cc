@@ -38,20 +38,49 @@ PartClock::~PartClock() {
   for (cudaEvent_t event : all_) (void)cudaEventDestroy(event);
 }
 
-absl::Status PartClock::Mark(Part part) {
+// `reusable`: not baked into a graph.
+absl::StatusOr<cudaEvent_t> PartClock::Event(bool reusable) {
   cudaEvent_t event = nullptr;
-  if (!capturing_ && !spare_.empty()) {
+  if (reusable && !spare_.empty()) {
     event = spare_.back();
     spare_.pop_back();
-  } else {
-    KDT_RETURN_IF_ERROR(State(cudaEventCreate(&event), "cudaEventCreate"));
-    all_.push_back(event);
+    return event;
   }
+  KDT_RETURN_IF_ERROR(State(cudaEventCreate(&event), "cudaEventCreate"));
+  all_.push_back(event);
+  return event;
+}
+
+absl::Status PartClock::Mark(Part part) {
+  KDT_ASSIGN_OR_RETURN(const cudaEvent_t event, Event(!capturing_));
   (capturing_ ? graph_ : step_).emplace_back(part, event);
   // In a capture an external record becomes a node of the graph that records at every replay.
   return State(
       cudaEventRecordWithFlags(event, stream_, capturing_ ? cudaEventRecordExternal : cudaEventRecordDefault),
       "cudaEventRecord");
+}
+
+absl::Status PartClock::Around(absl::FunctionRef<absl::Status()> replay) {
+  if (!time_graphs_) return replay();
+  KDT_ASSIGN_OR_RETURN(const cudaEvent_t begin, Event(true));
+  KDT_ASSIGN_OR_RETURN(const cudaEvent_t end, Event(true));
+  replays_.emplace_back(begin, end);
+  KDT_RETURN_IF_ERROR(State(cudaEventRecord(begin, stream_), "cudaEventRecord"));
+  KDT_RETURN_IF_ERROR(replay());
+  return State(cudaEventRecord(end, stream_), "cudaEventRecord");
+}
+
+absl::StatusOr<double> PartClock::CollectGraphs() {
+  double microseconds = 0;
+  for (const auto& [begin, end] : replays_) {
+    float milliseconds = 0;
+    KDT_RETURN_IF_ERROR(State(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime"));
+    microseconds += milliseconds * 1e3;
+    spare_.push_back(begin);
+    spare_.push_back(end);
+  }
+  replays_.clear();
+  return microseconds;
 }
 
 absl::Status PartClock::Enter(Part part) {

@@ -9,7 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 namespace kdt::bench {
 
@@ -37,6 +39,12 @@ class PartClock {
   // A graph with these marks runs as a part of the step. `marks` lives until the step's Collect.
   void Replay(const std::vector<std::pair<Part, cudaEvent_t>>* marks);
 
+  // Device time of graphs as a whole, while on: around every replay, which returns the replay's status.
+  void TimeGraphs(bool on) { time_graphs_ = on; }
+  absl::Status Around(absl::FunctionRef<absl::Status()> replay);
+  // Microseconds of all replays since the last call; the device has finished.
+  absl::StatusOr<double> CollectGraphs();
+
   // Of a step: what comes behind its sampling is the drafter's.
   void BeginStep() { sampled_ = drafting_ = false; }
 
@@ -46,14 +54,17 @@ class PartClock {
  private:
   using Marks = std::vector<std::pair<Part, cudaEvent_t>>;
   absl::Status Mark(Part part);
+  absl::StatusOr<cudaEvent_t> Event(bool reusable);
 
   cudaStream_t stream_;
   bool enabled_ = false;
+  bool time_graphs_ = false;
   bool capturing_ = false;
   bool sampled_ = false, drafting_ = false;  // outside of graphs
   Part current_ = Part::kNone;
   Marks step_, graph_;
-  std::vector<const Marks*> sequence_;  // graphs of the step in order
+  std::vector<std::pair<cudaEvent_t, cudaEvent_t>> replays_;  // begin and end
+  std::vector<const Marks*> sequence_;                        // graphs of the step in order
   std::vector<cudaEvent_t> spare_, all_;
 };
 

@@ -13,6 +13,7 @@ namespace kdt::bench {
 namespace {
 
 constexpr uint32_t kDraftTopK = 16;
+constexpr int kGraphSteps = 7;
 
 double Median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -83,8 +84,18 @@ absl::StatusOr<StepTimes> StepBench::Measure(const StepShape& shape, int warm_up
   }
   std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   const auto& median = all[all.size() / 2];
-  return StepTimes{median.first, all.front().first, all.back().first, median.second,
-                   response_.expert_imbalance()};
+  StepTimes times{median.first,  all.front().first,           all.back().first, 0,
+                  median.second, response_.expert_imbalance()};
+  std::vector<double> graphs;
+  clock_->TimeGraphs(true);
+  for (int i = 0; i < kGraphSteps; ++i) {
+    KDT_RETURN_IF_ERROR(Step(shape));
+    KDT_ASSIGN_OR_RETURN(const double microseconds, clock_->CollectGraphs());
+    graphs.push_back(microseconds);
+  }
+  clock_->TimeGraphs(false);
+  times.graphs_us = Median(graphs);
+  return times;
 }
 
 absl::StatusOr<StepParts> StepBench::MeasureParts(const StepShape& shape, int warm_up, int steps) {

@@ -27,6 +27,7 @@ struct StepTimes {
   double wall_us = 0;     // of a call of Step, median
   double fastest_us = 0;  // of all
   double slowest_us = 0;
+  double graphs_us = 0;     // of the device in the graphs of a step, median; the rest is the host's
   v1::StepTimings timings;  // of the median step
   double imbalance = 0;     // busiest expert over the mean
 };
