@@ -116,6 +116,7 @@ absl::Status IpcGroup::Open(HostExchange& exchange) {
         std::count_if(cards.begin(), cards.end(), [&](const Card& c) { return SameDevice(c, card); });
     ranks_per_device_ = std::max(ranks_per_device_, static_cast<int>(here));
   }
+  peers_.own_gpu = ranks_per_device_ == 1;
   // All ranks' waiting blocks together leave half of the multiprocessors to those who are on their way.
   peers_.max_blocks = std::clamp(processors / (2 * ranks_per_device_), 1, cuda::kIpcMaxBlocks);
 

@@ -48,6 +48,7 @@ struct IpcPeers {
   size_t buffer_bytes;
   int rank;
   int size;
+  bool own_gpu;    // no two ranks share a GPU
   int max_blocks;  // 1 .. kIpcMaxBlocks; the same on all ranks
 };
 
@@ -58,7 +59,7 @@ cudaError_t IpcReduceTwoShot(const IpcPeers& peers, void* x, kernels::DType type
                              cudaStream_t stream);
 // IpcReduceOneShot of norm.x and RmsNorm(norm) in one, with the same bits; norm.x keeps this rank's values.
 // Only for what IpcTakesNorm takes: bf16 with a residual, rows of whole and aligned chunks of eight values,
-// at most 16384.
+// at most 8192.
 bool IpcTakesNorm(const kernels::RmsNormArgs& norm);
 cudaError_t IpcReduceNorm(const IpcPeers& peers, const kernels::RmsNormArgs& norm, cudaStream_t stream);
 // out + r * stride = rank r's `bytes` at `in`. bytes <= buffer_bytes; any alignment.

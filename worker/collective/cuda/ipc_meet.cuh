@@ -9,10 +9,10 @@
 // block 0 meets). It needs that griddepcontrol.wait reaches back over every kernel in between, which rule 2
 // of launch.cuh gives.
 //
-// Why the successor is allowed to start only behind the first meeting. Where several ranks share a GPU, the
-// blocks of a successor that has started and waits could fill it and keep another rank's operation from
-// starting, for which this one waits. Behind the meeting all ranks' blocks are there and need nobody who is
-// not.
+// When the successor may start. A rank with a GPU of its own lets it start at once: it loads its weights
+// while this operation waits. Where ranks share a GPU, the blocks of a successor that has started and waits
+// could fill it and keep another rank's operation from starting, for which this one waits; so it starts
+// behind the first meeting. There all ranks' blocks are on the GPU and need nobody who is not.
 #pragma once
 
 #include "kernels/cuda/common/ptx.cuh"
@@ -67,6 +67,7 @@ __device__ __forceinline__ IpcFlags* FlagsOf(const IpcPeers& peers, int rank) {
 
 // First in every kernel. What follows may not be moved in front of it.
 __device__ __forceinline__ IpcOp BeginOp(const IpcPeers& peers) {
+  if (peers.own_gpu) LaunchDependents();
   WaitForPrevious();
   const uint32_t number = peers.local->ops[blockIdx.x] + 1;
   return {number, kIpcFlagBytes + (number & 1) * peers.buffer_bytes};

@@ -192,7 +192,7 @@ TEST_CASE("a reduction with the norm behind it gives the bits of the two kernels
         constexpr int64_t kMost = 100 * 7168 * 2;
         Memory x, residual, out, weight;
         for (Memory* memory : {&x, &residual, &out, &weight}) KDT_RETURN_IF_ERROR(memory->Make(kMost));
-        // Widths that a thread takes one, two or four chunks of, and one that is not of whole chunks.
+        // Widths that a thread takes one or two chunks of, too many chunks, and one that is not of whole chunks.
         for (const int64_t cols : {192, 7168, 9216, 100}) {
           for (const int64_t rows : {1, 3, 33, 70}) {
             const int64_t count = rows * cols;
