@@ -15,6 +15,8 @@ namespace {
 // Rows that live relocation may move before a step.
 constexpr int64_t kRelocatedRowsAStep = 256;
 
+constexpr uint64_t kCountExpertsEvery = 16;  // steps
+
 constexpr double kNsPerUs = 1000;
 
 float Micros(int64_t ns) { return static_cast<float>(static_cast<double>(ns) / kNsPerUs); }
@@ -74,6 +76,10 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
     }
     KDT_RETURN_IF_ERROR(collective_->Finish(*backend_));
     MergeDrafts();
+    // Where the host is not the device it counts beside other work: a sample is enough.
+    if (!sequences.empty() && (!graphs_->captures() || request.step() % kCountExpertsEvery == 0)) {
+      forward_->CountExperts(shape_.rows);
+    }
     EndStep();
     last_step_ = request.step();
     UpdateDigest(sequences);

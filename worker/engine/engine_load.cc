@@ -142,8 +142,9 @@ absl::Status EngineImpl::CreateParts() {
       attention_,
       AttentionCheck::Create(backend_, options_.attention, options_.validate_every, options_.max_rows,
                              shard_.Count(config_.num_attention_heads) * config_.kv_lora_rank));
-  KDT_ASSIGN_OR_RETURN(forward_, TargetForward::Create(backend_, &config_, &weights_, &kv_, shard_,
-                                                       options_.max_rows, attention_.get()));
+  KDT_ASSIGN_OR_RETURN(forward_,
+                       TargetForward::Create(backend_, &config_, &weights_, &kv_, shard_, options_.max_rows,
+                                             attention_.get(), options_.moe_sharding));
   KDT_ASSIGN_OR_RETURN(sampler_, Sampler::Create(backend_, shard_, config_.vocab_size, options_.max_rows));
   KDT_RETURN_IF_ERROR(batch_.Allocate(*backend_, limits_, longest_table));
 

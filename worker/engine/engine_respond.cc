@@ -80,7 +80,8 @@ void EngineImpl::Respond(std::span<const PlannedSequence> sequences, v1::StepRes
   pool->set_runs(static_cast<uint32_t>(stats.runs));
   pool->set_fragmentation(stats.fragmentation);
   pool->set_moved_bytes(static_cast<uint64_t>(stats.moved_rows) * SlotBytes());
-  response->set_expert_imbalance(forward_->ExpertImbalance());
+  response->set_expert_imbalance(forward_->expert_load().Imbalance());
+  response->set_expert_rank_imbalance(forward_->expert_load().RankImbalance());
   if (options_.rank != 0) return;
   for (size_t s = 0; s < sequences.size(); ++s) {
     const PlannedSequence& sequence = sequences[s];

@@ -7,6 +7,8 @@ namespace {
 
 // Rows an expert has on average when the counts are halved: enough that chance alone moves the ratio little.
 constexpr uint64_t kRowsAnExpert = 256;
+// Distinct experts a rank on average, over steps and layers, when the sums of RankImbalance are halved.
+constexpr double kExpertsARank = 1e5;
 
 }  // namespace
 
@@ -18,10 +20,25 @@ void ExpertLoad::Count(const void* layer, std::span<const int32_t> expert_ids) {
   const auto found = std::find_if(layers_.begin(), layers_.end(),
                                   [layer](const Layer& known) { return known.name == layer; });
   if (found == layers_.end()) return;
+  const size_t experts = found->rows.size();
+  seen_.assign(experts, 0);
+  std::fill(on_rank_.begin(), on_rank_.end(), 0);
+  int64_t distinct = 0;
   for (const int32_t expert : expert_ids) {
     if (expert < 0) continue;  // padding
-    ++found->rows[static_cast<size_t>(expert)];
+    const auto e = static_cast<size_t>(expert);
+    ++found->rows[e];
     ++found->total;
+    if (seen_[e] != 0) continue;
+    seen_[e] = 1;
+    ++on_rank_[e * on_rank_.size() / experts];
+    ++distinct;
+  }
+  busiest_ += static_cast<double>(*std::max_element(on_rank_.begin(), on_rank_.end()));
+  mean_ += static_cast<double>(distinct) / static_cast<double>(on_rank_.size());
+  if (mean_ > kExpertsARank) {
+    mean_ /= 2;
+    busiest_ /= 2;
   }
   if (found->total < kRowsAnExpert * found->rows.size()) return;
   found->total = 0;

@@ -20,7 +20,7 @@ using kernels::Tensor;
 
 absl::StatusOr<std::unique_ptr<TargetForward>> TargetForward::Create(
     kernels::Backend* backend, const ModelConfig* config, const TargetWeights* weights, const KvStorage* kv,
-    Shard shard, int64_t max_rows, AttentionCheck* attention) {
+    Shard shard, int64_t max_rows, AttentionCheck* attention, MoeSharding sharding) {
   auto forward = std::unique_ptr<TargetForward>(new TargetForward);
   forward->backend_ = backend;
   forward->config_ = config;
@@ -31,10 +31,12 @@ absl::StatusOr<std::unique_ptr<TargetForward>> TargetForward::Create(
   forward->max_rows_ = max_rows;
   forward->softmax_scale_ = config->SoftmaxScale();
   forward->rope_factor_ = config->rope.AttentionFactor();
-  // On a GPU the choice stays on the device: reading it back would stall every layer.
-  forward->count_experts_ = backend->name() == "cpu";
+  // With slices of every expert all ranks read the same.
+  forward->expert_load_ = ExpertLoad(sharding == MoeSharding::kExpert ? shard.size : 1);
   for (const TargetLayerWeights& layer : weights->layers) {
-    if (layer.experts.experts > 0) forward->expert_load_.AddLayer(&layer, config->n_routed_experts);
+    if (layer.experts.experts == 0) continue;
+    forward->expert_load_.AddLayer(&layer, config->n_routed_experts);
+    ++forward->moe_layers_;
   }
 
   int64_t inner = 0;
@@ -53,13 +55,17 @@ absl::StatusOr<std::unique_ptr<TargetForward>> TargetForward::Create(
       {&forward->values_, forward->heads_ * config->v_head_dim * size},
       {&forward->gate_up_, 2 * inner * size},
       {&forward->act_, inner * size},
-      {&forward->expert_ids_, config->num_experts_per_tok * int64_t{sizeof(int32_t)}},
+      {&forward->expert_ids_, forward->moe_layers_ * config->num_experts_per_tok * int64_t{sizeof(int32_t)}},
       {&forward->expert_weights_, config->num_experts_per_tok * int64_t{sizeof(float)}},
       {&forward->logits_, weights->lm_head.rows * int64_t{sizeof(float)}},
   };
   for (const auto& [buffer, row_bytes] : widths) {
     if (row_bytes == 0) continue;  // no MoE layer, or no MLP beside the experts
     KDT_ASSIGN_OR_RETURN(*buffer, Buffer::Make(*backend, row_bytes * max_rows));
+  }
+  if (forward->moe_layers_ > 0 && backend->name() != "cpu") {
+    KDT_ASSIGN_OR_RETURN(forward->expert_host_,
+                         kernels::HostBuffer::Make(*backend, forward->expert_ids_.bytes()));
   }
   return forward;
 }
@@ -72,6 +78,7 @@ absl::Status TargetForward::Embed(const int32_t* tokens, const Tensor& out, Coll
 absl::Status TargetForward::Run(const StepRows& rows, Collective& collective, const LayerHook& hook,
                                 PhaseTimes* times) {
   KDT_CHECK(rows.rows > 0 && rows.rows <= max_rows_);
+  moe_layer_ = 0;
   const kernels::DType dtype = backend_->activation_dtype();
   const int64_t hidden = config_->hidden_size;
   const float eps = static_cast<float>(config_->rms_norm_eps);
@@ -86,7 +93,8 @@ absl::Status TargetForward::Run(const StepRows& rows, Collective& collective, co
   for (int64_t l = 0; l < layers; ++l) {
     const TargetLayerWeights& layer = weights_->layers[l];
     KDT_RETURN_IF_ERROR(Attention(l, rows, times));
-    KDT_RETURN_IF_ERROR(collective.AllReduceNorm(*backend_, {branch, residual, layer.post_norm, eps, normed}));
+    KDT_RETURN_IF_ERROR(
+        collective.AllReduceNorm(*backend_, {branch, residual, layer.post_norm, eps, normed}));
     KDT_RETURN_IF_ERROR(Mlp(layer, rows, times));
     // The layer's output is complete with the next one's first norm.
     if (l + 1 < layers) {
@@ -174,13 +182,30 @@ absl::Status TargetForward::Moe(const TargetLayerWeights& layer, const StepRows&
   const kernels::DType dtype = backend_->activation_dtype();
   const Tensor normed = MakeTensor(normed_.data(), dtype, n, config_->hidden_size);
   const int64_t top_k = config_->num_experts_per_tok;
+  int32_t* ids = expert_ids_.as<int32_t>() + moe_layer_++ * n * top_k;
   KDT_RETURN_IF_ERROR(
       backend_->Router({normed, layer.router, layer.router_bias, top_k, config_->norm_topk_prob,
-                        static_cast<float>(config_->routed_scaling_factor), expert_ids_.as<int32_t>(),
-                        expert_weights_.as<float>(), rows.row_begin + rows.sequences}));
-  if (count_experts_) expert_load_.Count(&layer, {expert_ids_.as<int32_t>(), static_cast<size_t>(n * top_k)});
-  return backend_->Moe({normed, layer.experts, expert_ids_.as<int32_t>(), expert_weights_.as<float>(), top_k,
+                        static_cast<float>(config_->routed_scaling_factor), ids, expert_weights_.as<float>(),
+                        rows.row_begin + rows.sequences}));
+  return backend_->Moe({normed, layer.experts, ids, expert_weights_.as<float>(), top_k,
                         MakeTensor(branch_.data(), dtype, n, config_->hidden_size), accumulate});
+}
+
+absl::Status TargetForward::QueueExperts(int64_t rows) {
+  if (expert_host_.data() == nullptr) return absl::OkStatus();
+  return backend_->DownloadAsync(expert_host_.data(), expert_ids_.data(),
+                                 moe_layers_ * rows * config_->num_experts_per_tok * sizeof(int32_t));
+}
+
+void TargetForward::CountExperts(int64_t rows) {
+  const auto count = static_cast<size_t>(rows * config_->num_experts_per_tok);
+  const auto* ids = expert_host_.data() != nullptr ? reinterpret_cast<const int32_t*>(expert_host_.data())
+                                                   : expert_ids_.as<int32_t>();
+  for (const TargetLayerWeights& layer : weights_->layers) {
+    if (layer.experts.experts == 0) continue;
+    expert_load_.Count(&layer, {ids, count});
+    ids += count;
+  }
 }
 
 absl::Status TargetForward::Logits(const int32_t* rows, int64_t count) {

@@ -46,7 +46,8 @@ class TargetForward {
   // fast kernel runs.
   static absl::StatusOr<std::unique_ptr<TargetForward>> Create(
       kernels::Backend* backend, const ModelConfig* config, const TargetWeights* weights, const KvStorage* kv,
-      Shard shard, int64_t max_rows, AttentionCheck* attention = nullptr);
+      Shard shard, int64_t max_rows, AttentionCheck* attention = nullptr,
+      MoeSharding sharding = MoeSharding::kTensor);
 
   // Writes the rows' K/V and leaves their final residual stream behind.
   absl::Status Run(const StepRows& rows, Collective& collective, const LayerHook& hook, PhaseTimes* times);
@@ -63,8 +64,12 @@ class TargetForward {
 
   const TargetWeights& weights() const { return *weights_; }
 
-  // See ExpertLoad; 0 without expert layers, and where the experts chosen are not in the host's memory.
-  double ExpertImbalance() const { return expert_load_.Imbalance(); }
+  // Behind Run: what the routers chose is on its way to the host.
+  absl::Status QueueExperts(int64_t rows);
+  // Takes the experts that the last Run of `rows` rows chose into the load; everything queued has finished.
+  void CountExperts(int64_t rows);
+  // What the router did so far.
+  const ExpertLoad& expert_load() const { return expert_load_; }
 
  private:
   TargetForward() = default;
@@ -90,9 +95,12 @@ class TargetForward {
   kernels::Buffer attended_;                    // heads * kv_lora
   kernels::Buffer values_;                      // heads * v
   kernels::Buffer gate_up_, act_;               // 2 * widest inner, widest inner
-  kernels::Buffer expert_ids_, expert_weights_;
+  kernels::Buffer expert_ids_;                  // [MoE layers, rows, top_k] of the last run
+  kernels::Buffer expert_weights_;
   kernels::Buffer logits_;  // f32 vocab_local
-  bool count_experts_ = false;
+  int64_t moe_layers_ = 0;
+  int64_t moe_layer_ = 0;            // of these, the one that Run is at
+  kernels::HostBuffer expert_host_;  // the ids where the device has memory of its own
   ExpertLoad expert_load_;
 };
 

@@ -81,6 +81,9 @@ WorkerMetrics::WorkerMetrics(const WorkerIdentity& identity, std::shared_ptr<pro
                       "Share of step time not spent waiting for other ranks, over the last second of steps");
   expert_imbalance_ = gauge("kdt_worker_expert_imbalance_ratio",
                             "Busiest expert's rows over the mean expert's, mean of the layers; 1 is even");
+  expert_rank_imbalance_ = gauge(
+      "kdt_worker_expert_rank_imbalance_ratio",
+      "Distinct experts that the busiest rank reads for a layer over the mean rank's; 1 unless --moe=expert");
   attention_values_ = counter("kdt_worker_attention_checked_values_total",
                               "Values of attention compared with the reference (--attention=validate)");
   auto& beyond =
@@ -132,6 +135,9 @@ void WorkerMetrics::Observe(const v1::StepRequest& request, const v1::StepRespon
     window_busy_us_ = window_total_us_ = 0;
   }
   if (response.expert_imbalance() > 0) expert_imbalance_->Set(response.expert_imbalance());
+  if (response.expert_rank_imbalance() > 0) {
+    expert_rank_imbalance_->Set(response.expert_rank_imbalance());
+  }
   for (const v1::SequenceResult& result : response.results()) {
     if (!result.error().empty()) failed_sequences_->Increment();
   }

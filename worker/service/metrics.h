@@ -69,6 +69,7 @@ class WorkerMetrics {
   prometheus::Gauge* fragmentation_;
   prometheus::Gauge* busy_ratio_;
   prometheus::Gauge* expert_imbalance_;
+  prometheus::Gauge* expert_rank_imbalance_;
   // Families of series that only a backend with captured graphs has; made with the first one.
   prometheus::Family<prometheus::Counter>* replays_ = nullptr;
   prometheus::Family<prometheus::Gauge>* occupancy_ = nullptr;

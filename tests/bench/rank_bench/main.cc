@@ -93,9 +93,9 @@ void Print(const Result& r, bool parts) {
   std::printf(
       "rows %3ld batch %2ld context %6ld  step %8.1f us (%.1f .. %.1f), with the floor's reductions %8.1f, "
       "floor "
-      "%7.1f, ratio %.2f | graphs %.1f us, a reduction %.2f us\n",
+      "%7.1f, ratio %.2f | graphs %.1f us, a reduction %.2f us, busiest rank %.2f of the mean's experts\n",
       r.shape.rows, r.shape.batch, r.shape.context, r.times.wall_us, r.times.fastest_us, r.times.slowest_us,
-      r.Step(), floor, r.Step() / floor, r.times.graphs_us, r.reduce_us);
+      r.Step(), floor, r.Step() / floor, r.times.graphs_us, r.reduce_us, r.times.rank_imbalance);
   if (parts) {
     std::printf("   ");
     double sum = 0;
@@ -123,12 +123,12 @@ std::string Json(const Result& r, bool parts) {
       "{\"rows\": %d, \"batch\": %d, \"context\": %d, \"draft\": %s, \"step_us\": %.1f, \"fastest_us\": "
       "%.1f, \"with_floor_reductions_us\": %.1f, \"graphs_us\": %.1f, \"reduce_us\": %.2f, \"ratio\": %.3f, "
       "\"target_floor_us\": %.1f, \"drafter_floor_us\": %.1f, \"weight_bytes\": %.0f, \"kv_bytes\": %.0f, "
-      "\"flop\": %.4g, \"reductions\": %d, \"experts\": %.1f",
+      "\"flop\": %.4g, \"reductions\": %d, \"experts\": %.1f, \"rank_imbalance\": %.3f",
       r.shape.rows, r.shape.batch, r.shape.context, r.shape.draft ? "true" : "false", r.times.wall_us,
       r.times.fastest_us, r.Step(), r.times.graphs_us, r.reduce_us, r.Step() / (r.target.us + r.drafter.us),
       r.target.us, r.drafter.us, r.target.weight_bytes + r.drafter.weight_bytes,
       r.target.kv_bytes + r.drafter.kv_bytes, r.target.flop + r.drafter.flop,
-      r.target.reductions + r.drafter.reductions, r.target.experts);
+      r.target.reductions + r.drafter.reductions, r.target.experts, r.times.rank_imbalance);
   if (parts) {
     std::vector<std::string> entries;
     for (int p = 0; p < kParts; ++p) {
@@ -196,7 +196,9 @@ absl::Status Run(int rank, Told* told) {
     }
     return absl::OkStatus();
   }
-  KDT_ASSIGN_OR_RETURN(const auto device, kernels::MakeCudaBackend({told == nullptr ? 0 : rank}));
+  KDT_ASSIGN_OR_RETURN(
+      const auto device,
+      kernels::MakeCudaBackend({told == nullptr ? 0 : rank % std::max(1, kernels::CudaDevices())}));
   ExpertTap tap;
   KDT_RETURN_IF_ERROR(tap.Allocate(*device, config.num_hidden_layers - config.first_k_dense_replace,
                                    options.max_rows, config.num_experts_per_tok));

@@ -84,8 +84,13 @@ absl::StatusOr<StepTimes> StepBench::Measure(const StepShape& shape, int warm_up
   }
   std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   const auto& median = all[all.size() / 2];
-  StepTimes times{median.first,  all.front().first,           all.back().first, 0,
-                  median.second, response_.expert_imbalance()};
+  StepTimes times{median.first,
+                  all.front().first,
+                  all.back().first,
+                  0,
+                  median.second,
+                  response_.expert_imbalance(),
+                  response_.expert_rank_imbalance()};
   std::vector<double> graphs;
   clock_->TimeGraphs(true);
   for (int i = 0; i < kGraphSteps; ++i) {

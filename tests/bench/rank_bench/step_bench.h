@@ -29,7 +29,7 @@ struct StepTimes {
   double slowest_us = 0;
   double graphs_us = 0;     // of the device in the graphs of a step, median; the rest is the host's
   v1::StepTimings timings;  // of the median step
-  double imbalance = 0;     // busiest expert over the mean
+  double expert_imbalance = 0, rank_imbalance = 0;  // as StepResponse
 };
 
 struct StepParts {

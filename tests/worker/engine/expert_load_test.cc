@@ -32,4 +32,17 @@ TEST_CASE("expert load: the past fades") {
   CHECK(load.Imbalance() < 1.05);
 }
 
+TEST_CASE("expert load: distinct experts of the busiest rank over the mean rank's") {
+  const int layer = 0;
+  ExpertLoad load(4);
+  load.AddLayer(&layer, 8);
+  CHECK(load.RankImbalance() == 0);
+  load.Count(&layer, std::vector<int32_t>{0, 1, 1, 0, -1, 4});  // ranks 0 and 2 have 2 and 1
+  CHECK(load.RankImbalance() == Catch::Approx(2 / (3 / 4.0)));
+  load.Count(&layer, std::vector<int32_t>{0, 2, 4, 6, -1, -1});  // one each
+  CHECK(load.RankImbalance() == Catch::Approx((2 + 1) / (3 / 4.0 + 1)));
+  for (int i = 0; i < 300000; ++i) load.Count(&layer, std::vector<int32_t>{0, 2, 4, 6});
+  CHECK(load.RankImbalance() == Catch::Approx(1).margin(1e-3));
+}
+
 }  // namespace kdt
