@@ -34,7 +34,7 @@ ABSL_FLAG(std::string, drafter, KDT_RANK_BENCH_DIR "/k26_drafter",
           "folder with the drafter's config.json; empty: none");
 ABSL_FLAG(int, tp, 8, "tensor-parallel size");
 ABSL_FLAG(int, rank, 0, "rank to run");
-ABSL_FLAG(int, ranks, 1, "ranks to run, --tp of them or 1");
+ABSL_FLAG(int, ranks, 1, "ranks to run, 1 .. tp; ranks that are not there add nothing");
 ABSL_FLAG(std::string, collective, "auto", "of all ranks: auto, ipc or nccl");
 ABSL_FLAG(std::vector<std::string>, rows, (std::vector<std::string>{"1", "8", "16", "32"}),
           "tree nodes a sequence");
@@ -144,12 +144,14 @@ absl::StatusOr<std::unique_ptr<Collective>> MakeRankCollective(const EngineOptio
   if (!all) return MakeStandIn(&device, options.rank, options.tp);
   KDT_ASSIGN_OR_RETURN(const CollectiveKind kind,
                        ParseCollectiveKind(absl::GetFlag(FLAGS_collective), "cuda"));
-  return MakeCollective({absl::StrCat("rank-bench-", getppid()), options.rank, options.tp, absl::Seconds(60)},
-                        kind, device);
+  return MakeCollective(
+      {absl::StrCat("rank-bench-", getppid()), options.rank, absl::GetFlag(FLAGS_ranks), absl::Seconds(60)},
+      kind, device);
 }
 
 // `told`: null for a rank on its own.
 absl::Status Run(int rank, Told* told) {
+  const int64_t rank_begin = told == nullptr ? rank : 0;
   const bool prints = told == nullptr || rank == 0;
   KDT_ASSIGN_OR_RETURN(const auto rows, Numbers("rows", absl::GetFlag(FLAGS_rows)));
   KDT_ASSIGN_OR_RETURN(const auto contexts, Numbers("context", absl::GetFlag(FLAGS_context)));
@@ -239,9 +241,9 @@ absl::Status Run(int rank, Told* told) {
         Result result;
         result.shape = {r, batch, c, drafts, 0, 0};
         const int64_t local = config.vocab_size / options.tp;
-        // Beside a stand-in the other ranks' embeddings are zero.
-        result.shape.token_begin = told == nullptr ? rank * local : 0;
-        result.shape.token_end = told == nullptr ? result.shape.token_begin + local : config.vocab_size;
+        // The embeddings of ranks that are not there are zero.
+        result.shape.token_begin = rank_begin * local;
+        result.shape.token_end = (rank_begin + absl::GetFlag(FLAGS_ranks)) * local;
         KDT_ASSIGN_OR_RETURN(result.times, bench.Measure(result.shape, warm_up, steps));
         const Load load{options.tp, options.moe_sharding, r * batch, batch, c};
         result.target = TargetCost(config, load, machine);
@@ -295,8 +297,8 @@ int main(int argc, char** argv) {
   absl::Status status;
   if (ranks == 1) {
     status = kdt::bench::Run(absl::GetFlag(FLAGS_rank), nullptr);
-  } else if (ranks != absl::GetFlag(FLAGS_tp)) {
-    status = absl::InvalidArgumentError("--ranks is neither 1 nor --tp");
+  } else if (ranks < 1 || ranks > absl::GetFlag(FLAGS_tp)) {
+    status = absl::InvalidArgumentError("--ranks is not 1 .. --tp");
   } else {
     status = kdt::bench::RunRanks(ranks, kdt::bench::Run);
   }
