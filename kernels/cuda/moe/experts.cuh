@@ -46,17 +46,38 @@ __device__ inline int FindExpert(ExpertList& list, const int32_t* ids, int pairs
   return list.expert;
 }
 
-// Fills the list with the expert's pairs number skip .. skip + kListPairs - 1. The order does not matter to
-// any result.
+// Fills the list with the expert's pairs number skip .. skip + kListPairs - 1, and sets the count to all of
+// them less skip. Where they do not fit one list they are numbered by rising index, so that every pair is in
+// exactly one of the lists; else their order does not matter to any result.
 __device__ inline void ListPairs(ExpertList& list, const int32_t* ids, int pairs, int wanted, int skip) {
+  __shared__ int found[32];  // by each warp
   __syncthreads();
   if (threadIdx.x == 0) list.count = -skip;
   __syncthreads();
-  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-    if (ids[i] != wanted) continue;
-    const int at = atomicAdd(&list.count, 1);
-    if (at >= 0 && at < kListPairs) list.pairs[at] = i;
+  if (pairs <= kListPairs) {
+    for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+      if (ids[i] == wanted) list.pairs[atomicAdd(&list.count, 1)] = i;
+    }
+    __syncthreads();
+    return;
   }
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  int before = -skip;
+  for (int first = 0; first < pairs; first += blockDim.x) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    const bool mine = i < pairs && ids[i] == wanted;
+    const unsigned votes = __ballot_sync(~0u, mine);
+    if (lane == 0) found[warp] = __popc(votes);
+    __syncthreads();
+    int at = before + __popc(votes & ((1u << lane) - 1));
+    for (int w = 0; w < warps; ++w) {
+      if (w < warp) at += found[w];
+      before += found[w];
+    }
+    if (mine && at >= 0 && at < kListPairs) list.pairs[at] = i;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) list.count = before;
   __syncthreads();
 }
 
