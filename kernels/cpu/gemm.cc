@@ -11,7 +11,7 @@ namespace kdt::kernels::cpu {
 namespace HWY_NAMESPACE {
 
 void GemmTarget(Context& context, const GemmArgs& args) {
-  const int64_t rows = args.x.rows, inputs = args.x.cols, outs = args.w.rows;
+  const int64_t rows = args.x.rows, inputs = args.w.cols, outs = args.w.rows;
   const int64_t packed_stride = static_cast<int64_t>(PackedSize(inputs));
   float* packed = context.scratch[0].Get<float>(rows * packed_stride);
   ParallelRanges(context, rows, 1, inputs / 8, [&](int64_t begin, int64_t end) {
@@ -47,9 +47,16 @@ HWY_EXPORT(SiluMulRow);
 
 void Gemm(Context& context, const GemmArgs& args) {
   KDT_CHECK(args.x.dtype == DType::kF32 && args.w.dtype == DType::kBF16 && args.y.dtype == DType::kF32);
-  KDT_CHECK(args.w.cols == args.x.cols && args.y.rows == args.x.rows && args.y.cols == args.w.rows);
+  KDT_CHECK(args.w.cols * (args.gated ? 2 : 1) == args.x.cols && args.y.rows == args.x.rows &&
+            args.y.cols == args.w.rows);
   if (args.x.rows == 0 || args.w.rows == 0) return;
-  HWY_DYNAMIC_DISPATCH(GemmTarget)(context, args);
+  if (!args.gated) return HWY_DYNAMIC_DISPATCH(GemmTarget)(context, args);
+  GemmArgs plain = args;
+  plain.gated = false;
+  plain.x = MakeTensor(context.scratch[1].Get<float>(args.x.rows * args.w.cols), DType::kF32, args.x.rows,
+                       args.w.cols);
+  SiluMul(context, {args.x, plain.x});
+  HWY_DYNAMIC_DISPATCH(GemmTarget)(context, plain);
 }
 
 void SiluMul(Context& context, const SiluMulArgs& args) {

@@ -54,7 +54,6 @@ absl::StatusOr<std::unique_ptr<TargetForward>> TargetForward::Create(
       {&forward->attended_, forward->heads_ * latent * size},
       {&forward->values_, forward->heads_ * config->v_head_dim * size},
       {&forward->gate_up_, 2 * inner * size},
-      {&forward->act_, inner * size},
       {&forward->expert_ids_, forward->moe_layers_ * config->num_experts_per_tok * int64_t{sizeof(int32_t)}},
       {&forward->expert_weights_, config->num_experts_per_tok * int64_t{sizeof(float)}},
       {&forward->logits_, weights->lm_head.rows * int64_t{sizeof(float)}},
@@ -156,39 +155,46 @@ absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTime
   return backend_->Gemm({values, layer.o, MakeTensor(branch_.data(), dtype, n, config_->hidden_size)});
 }
 
-// normed -> branch (this rank's slice of the inner widths).
+// normed -> branch (this rank's slice of the inner widths). The router and the first projection of the dense
+// part (the shared experts, where there are routed ones) read the same rows in one pass.
 absl::Status TargetForward::Mlp(const TargetLayerWeights& layer, const StepRows& rows, PhaseTimes* times) {
   const int64_t n = rows.rows;
   const kernels::DType dtype = backend_->activation_dtype();
-  const bool dense = layer.gate_up.rows > 0;
+  const bool dense = layer.gate_up.rows > 0, routed = layer.experts.experts > 0;
+  const Tensor normed = MakeTensor(normed_.data(), dtype, n, config_->hidden_size);
+  const Tensor branch = MakeTensor(branch_.data(), dtype, n, config_->hidden_size);
+  const Tensor gate_up = MakeTensor(gate_up_.data(), dtype, n, layer.gate_up.rows);
+  const int64_t top_k = config_->num_experts_per_tok;
+  int32_t* const ids = routed ? expert_ids_.as<int32_t>() + moe_layer_++ * n * top_k : nullptr;
+  if (routed) {
+    PhaseTimer timer(&times->moe_ns);
+    kernels::RouterArgs router = {normed,
+                                  layer.router,
+                                  layer.router_bias,
+                                  top_k,
+                                  config_->norm_topk_prob,
+                                  static_cast<float>(config_->routed_scaling_factor),
+                                  ids,
+                                  expert_weights_.as<float>(),
+                                  rows.row_begin + rows.sequences};
+    if (dense) {
+      router.beside_w = layer.gate_up;
+      router.beside_y = gate_up;
+    }
+    KDT_RETURN_IF_ERROR(backend_->Router(router));
+  }
   if (dense) {
     PhaseTimer timer(&times->dense_ns);
-    const int64_t inner = layer.down.cols;
-    const Tensor gate_up = MakeTensor(gate_up_.data(), dtype, n, 2 * inner);
-    const Tensor act = MakeTensor(act_.data(), dtype, n, inner);
-    const Tensor branch = MakeTensor(branch_.data(), dtype, n, config_->hidden_size);
-    KDT_RETURN_IF_ERROR(
-        backend_->Gemm({MakeTensor(normed_.data(), dtype, n, config_->hidden_size), layer.gate_up, gate_up}));
-    KDT_RETURN_IF_ERROR(backend_->SiluMul({gate_up, act}));
-    KDT_RETURN_IF_ERROR(backend_->Gemm({act, layer.down, branch}));
+    if (!routed) {
+      KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.gate_up, gate_up}));
+    }
+    kernels::GemmArgs down = {gate_up, layer.down, branch};
+    down.gated = true;
+    KDT_RETURN_IF_ERROR(backend_->Gemm(down));
   }
-  if (layer.experts.experts == 0) return absl::OkStatus();
+  if (!routed) return absl::OkStatus();
   PhaseTimer timer(&times->moe_ns);
-  return Moe(layer, rows, dense);
-}
-
-absl::Status TargetForward::Moe(const TargetLayerWeights& layer, const StepRows& rows, bool accumulate) {
-  const int64_t n = rows.rows;
-  const kernels::DType dtype = backend_->activation_dtype();
-  const Tensor normed = MakeTensor(normed_.data(), dtype, n, config_->hidden_size);
-  const int64_t top_k = config_->num_experts_per_tok;
-  int32_t* ids = expert_ids_.as<int32_t>() + moe_layer_++ * n * top_k;
-  KDT_RETURN_IF_ERROR(
-      backend_->Router({normed, layer.router, layer.router_bias, top_k, config_->norm_topk_prob,
-                        static_cast<float>(config_->routed_scaling_factor), ids, expert_weights_.as<float>(),
-                        rows.row_begin + rows.sequences}));
-  return backend_->Moe({normed, layer.experts, ids, expert_weights_.as<float>(), top_k,
-                        MakeTensor(branch_.data(), dtype, n, config_->hidden_size), accumulate});
+  return backend_->Moe({normed, layer.experts, ids, expert_weights_.as<float>(), top_k, branch, dense});
 }
 
 absl::Status TargetForward::QueueExperts(int64_t rows) {

@@ -75,7 +75,6 @@ class TargetForward {
   TargetForward() = default;
   absl::Status Attention(int64_t layer, const StepRows& rows, PhaseTimes* times);
   absl::Status Mlp(const TargetLayerWeights& layer, const StepRows& rows, PhaseTimes* times);
-  absl::Status Moe(const TargetLayerWeights& layer, const StepRows& rows, bool accumulate);
 
   kernels::Backend* backend_ = nullptr;
   const ModelConfig* config_ = nullptr;
@@ -94,7 +93,7 @@ class TargetForward {
   kernels::Buffer absorbed_;                    // heads * (kv_lora + rope)
   kernels::Buffer attended_;                    // heads * kv_lora
   kernels::Buffer values_;                      // heads * v
-  kernels::Buffer gate_up_, act_;               // 2 * widest inner, widest inner
+  kernels::Buffer gate_up_;                     // 2 * widest inner
   kernels::Buffer expert_ids_;                  // [MoE layers, rows, top_k] of the last run
   kernels::Buffer expert_weights_;
   kernels::Buffer logits_;  // f32 vocab_local

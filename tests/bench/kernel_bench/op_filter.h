@@ -124,7 +124,11 @@ class OpFilter final : public kernels::Backend {
     return Do([&] { return OpFacts{"draft_attention"}; }, [&] { return base_.DraftAttention(args); });
   }
   absl::Status Router(const kernels::RouterArgs& args) override {
-    return Do([&] { return OpFacts{"router", 2.0 * Elements(args.w)}; }, [&] { return base_.Router(args); });
+    return Do(
+        [&] {
+          return OpFacts{"router", 2.0 * (Elements(args.w) + Elements(args.beside_w))};
+        },
+        [&] { return base_.Router(args); });
   }
   absl::Status Moe(const kernels::MoeArgs& args) override {
     return Do(

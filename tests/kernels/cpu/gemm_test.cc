@@ -42,6 +42,29 @@ TEST_CASE("gemm agrees with float64 on many shapes", "[gemm]") {
   }
 }
 
+TEST_CASE("a gated gemm has the bits of silu_mul before it", "[gemm][bits]") {
+  std::mt19937 rng(4);
+  const auto backend = MakeBackend(2);
+  for (const Shape& shape : {Shape{1, 256, 40}, Shape{9, 31, 7}, Shape{33, 16, 64}}) {
+    for (const bool accumulate : {false, true}) {
+      Matrix x(shape.rows, 2 * shape.inputs, 3), act(shape.rows, shape.inputs);
+      Matrix separate(shape.rows, shape.outs, 5), fused(shape.rows, shape.outs, 5);
+      Bf16Matrix w(shape.outs, shape.inputs);
+      x.Fill(rng);
+      w.Fill(rng);
+      separate.Fill(rng);
+      for (int64_t r = 0; r < shape.rows; ++r) std::copy_n(separate.row(r), shape.outs, fused.row(r));
+      REQUIRE(backend->SiluMul({x.tensor(), act.tensor()}).ok());
+      REQUIRE(backend->Gemm({act.tensor(), w.tensor(), separate.tensor(), accumulate}).ok());
+      GemmArgs args{x.tensor(), w.tensor(), fused.tensor(), accumulate};
+      args.gated = true;
+      REQUIRE(backend->Gemm(args).ok());
+      CHECK(SameBits(fused, separate));
+      CHECK(fused.GapsUntouched());
+    }
+  }
+}
+
 TEST_CASE("a gemm row has the same bits alone, in any batch and with any thread count", "[gemm][bits]") {
   std::mt19937 rng(2);
   for (const int64_t inputs : {int64_t{256}, int64_t{100}}) {

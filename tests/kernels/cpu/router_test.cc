@@ -96,5 +96,27 @@ TEST_CASE("router gives padding rows no expert", "[router]") {
   }
 }
 
+TEST_CASE("a projection beside the router has the bits of a gemm", "[router][bits]") {
+  std::mt19937 rng(21);
+  const auto backend = MakeBackend(2);
+  Matrix x(5, 96), bias(1, 16), apart(5, 24), beside(5, 24);
+  Bf16Matrix w(16, 96), other(24, 96);
+  x.Fill(rng);
+  bias.Fill(rng);
+  w.Fill(rng, 0.2f);
+  other.Fill(rng);
+  std::vector<int32_t> ids(5 * 4), ids_beside(5 * 4);
+  std::vector<float> weights(5 * 4), weights_beside(5 * 4);
+  RouterArgs args{x.tensor(), w.tensor(), bias.row(0), 4, true, 2.0f, ids.data(), weights.data()};
+  REQUIRE(backend->Router(args).ok());
+  REQUIRE(backend->Gemm({x.tensor(), other.tensor(), apart.tensor()}).ok());
+  args.expert_ids = ids_beside.data(), args.weights = weights_beside.data();
+  args.beside_w = other.tensor(), args.beside_y = beside.tensor();
+  REQUIRE(backend->Router(args).ok());
+  CHECK(ids == ids_beside);
+  CHECK(weights == weights_beside);
+  CHECK(SameBits(apart, beside));
+}
+
 }  // namespace
 }  // namespace kdt::kernels::test

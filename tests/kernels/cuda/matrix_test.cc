@@ -26,11 +26,27 @@ TEST_CASE("cuda: gemm against float64, and a row's bits do not depend on the oth
   for (const Shape s : {Shape{576, 512}, Shape{33, 96}, Shape{4100, 256}, Shape{256, 7168}, Shape{8, 32}}) {
     Twin w(rng, s.outs, s.in), all(rng, 130, s.in);
     const std::vector<float> reference = Product(all.host, w.host, 130, s.outs, s.in);
-    OnGpu<float> y(130 * s.outs, 0xff);
-    REQUIRE(Gpu()->Gemm({all.gpu(), w.gpu(), MakeTensor(y.data(), DType::kF32, 130, s.outs)}).ok());
+    // Many rows go other ways: by the library where it is installed, and never with a y at odd addresses.
+    OnGpu<float> many(130 * s.outs, 0xff), odd(130 * (s.outs + 1), 0xff);
+    REQUIRE(Gpu()->Gemm({all.gpu(), w.gpu(), MakeTensor(many.data(), DType::kF32, 130, s.outs)}).ok());
+    CHECK(RelativeError(many.Get(), reference) < 1e-5);
+    const Tensor shifted = MakeTensor(odd.data(), DType::kF32, 130, s.outs + 1).Columns(1, s.outs);
+    REQUIRE(Gpu()->Gemm({all.gpu(), w.gpu(), shifted}).ok());
+    std::vector<float> unshifted;
+    const std::vector<float> all_odd = odd.Get();
+    for (int64_t r = 0; r < 130; ++r) {
+      unshifted.insert(unshifted.end(), all_odd.begin() + r * (s.outs + 1) + 1,
+                       all_odd.begin() + (r + 1) * (s.outs + 1));
+    }
+    CHECK(RelativeError(unshifted, reference) < 1e-5);
+
+    OnGpu<float> y(64 * s.outs, 0xff);
+    REQUIRE(
+        Gpu()->Gemm({all.gpu().Rows(0, 64), w.gpu(), MakeTensor(y.data(), DType::kF32, 64, s.outs)}).ok());
     const std::vector<float> whole = y.Get();
-    CHECK(RelativeError(whole, reference) < 1e-5);
-    for (const int64_t rows : {1, 8, 9, 16, 31, 64}) {
+    CHECK(RelativeError(whole, std::vector<float>(reference.begin(), reference.begin() + 64 * s.outs)) <
+          1e-5);
+    for (const int64_t rows : {1, 8, 9, 16, 17, 31, 33, 63}) {
       OnGpu<float> part(rows * s.outs, 0xff);
       REQUIRE(
           Gpu()
@@ -47,10 +63,72 @@ TEST_CASE("cuda: gemm against float64, and a row's bits do not depend on the oth
   }
 }
 
+TEST_CASE("cuda: gemm of any width, alignment and stride") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(15);
+  for (const int64_t in : {16, 24, 48, 100, 7168}) {
+    const int64_t outs = 70, rows = 11;
+    Twin w(rng, outs, in), x(rng, rows, in);
+    const std::vector<float> reference = Product(x.host, w.host, rows, outs, in);
+    // y is a column range of a wider matrix, whose other columns stay.
+    Twin wide(rng, rows, outs + 7);
+    std::vector<float> expected(wide.host);
+    for (int64_t r = 0; r < rows; ++r)
+      std::copy_n(reference.begin() + r * outs, outs, expected.begin() + r * (outs + 7) + 3);
+    REQUIRE(Gpu()->Gemm({x.gpu(), w.gpu(), wide.gpu().Columns(3, outs)}).ok());
+    CHECK(RelativeError(wide.FromGpu(), expected) < 4e-3);
+    const std::vector<float> got = wide.FromGpu();
+    for (int64_t r = 0; r < rows; ++r) {
+      CHECK(std::equal(got.begin() + r * (outs + 7), got.begin() + r * (outs + 7) + 3,
+                       wide.host.begin() + r * (outs + 7)));
+    }
+  }
+  // x as a column range whose rows start at no multiple of 16 bytes.
+  Twin w(rng, 64, 64), wide(rng, 5, 99);
+  std::vector<float> x;
+  for (int64_t r = 0; r < 5; ++r)
+    x.insert(x.end(), wide.host.begin() + r * 99 + 1, wide.host.begin() + r * 99 + 65);
+  OnGpu<float> y(5 * 64, 0xff);
+  REQUIRE(Gpu()->Gemm({wide.gpu().Columns(1, 64), w.gpu(), MakeTensor(y.data(), DType::kF32, 5, 64)}).ok());
+  CHECK(RelativeError(y.Get(), Product(x, w.host, 5, 64, 64)) < 1e-5);
+}
+
+TEST_CASE("cuda: a gated gemm against silu_mul and gemm") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(18);
+  for (const int64_t in : {16, 256, 2304}) {
+    for (const int64_t rows : {1, 9, 40, 70}) {
+      Twin x(rng, rows, 2 * in), w(rng, 200, in), y(rng, rows, 200);
+      GemmArgs args{x.cpu(), w.cpu_bf16(), y.cpu()};
+      args.gated = true;
+      REQUIRE(Cpu().Gemm(args).ok());
+      args.x = x.gpu(), args.w = w.gpu(), args.y = y.gpu();
+      REQUIRE(Gpu()->Gemm(args).ok());
+      CHECK(RelativeError(y.FromGpu(), y.host) < 6e-3);
+    }
+  }
+}
+
+TEST_CASE("cuda: a row with NaN leaves the others as they are") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(16);
+  Twin w(rng, 96, 512), x(rng, 20, 512);
+  OnGpu<float> clean(20 * 96, 0xff), poisoned(20 * 96, 0xff);
+  REQUIRE(Gpu()->Gemm({x.gpu(), w.gpu(), MakeTensor(clean.data(), DType::kF32, 20, 96)}).ok());
+  std::fill_n(x.bits.begin() + 7 * 512, 512, uint16_t{0x7fc0});
+  x.device.Set(x.bits);
+  REQUIRE(Gpu()->Gemm({x.gpu(), w.gpu(), MakeTensor(poisoned.data(), DType::kF32, 20, 96)}).ok());
+  const std::vector<float> a = clean.Get(), b = poisoned.Get();
+  for (int64_t r = 0; r < 20; ++r) {
+    const bool same = std::memcmp(a.data() + r * 96, b.data() + r * 96, 96 * sizeof(float)) == 0;
+    CHECK(same == (r != 7));
+  }
+}
+
 TEST_CASE("cuda: absorbed projections against the CPU") {
   KDT_NEED_GPU();
   std::mt19937 rng(6);
-  for (const int64_t rows : {1, 8, 13}) {
+  for (const int64_t rows : {1, 8, 13, 32, 70}) {
     Twin q(rng, rows, 4 * 192), w(rng, 4 * 256, 512, 0.05f), out(rng, rows, 4 * 576);
     REQUIRE(Cpu().AbsorbQuery({q.cpu(), w.bits.data(), 4, 128, 64, 128, 512, out.cpu()}).ok());
     REQUIRE(Gpu()->AbsorbQuery({q.gpu(), w.gpu().bf16(), 4, 128, 64, 128, 512, out.gpu()}).ok());
@@ -103,6 +181,62 @@ TEST_CASE("cuda: the router chooses as the CPU does") {
                 .ok());
     CHECK(device_ids.Get() == ids);
     CHECK(RelativeError(device_weights.Get(), weights) < 1e-5);
+  }
+}
+
+TEST_CASE("cuda: the router with ties, NaN, padding rows and many rows") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(17);
+  for (const int64_t rows : {1, 3, 64, 65, 256}) {
+    const int64_t experts = 200, top_k = 6, hidden = 256;
+    // Few different weight rows, so most scores are equal to others.
+    Twin x(rng, rows, hidden), base(rng, 9, hidden, 0.05f);
+    std::vector<float> values;
+    for (int64_t e = 0; e < experts; ++e)
+      values.insert(values.end(), base.host.begin() + e % 9 * hidden,
+                    base.host.begin() + (e % 9 + 1) * hidden);
+    Twin w(values, experts, hidden);
+    std::vector<float> bias(experts, 0.0f);
+    bias[5] = std::nanf("");
+    bias[7] = -INFINITY;
+    if (rows > 2) {  // a broken row
+      x.host[2 * hidden] = std::nanf("");
+      x.bits[2 * hidden] = 0x7fc0;
+      x.device.Set(x.bits);
+    }
+    const int32_t real = static_cast<int32_t>(rows > 3 ? rows - 2 : rows);
+    const OnGpu<int32_t> device_real(std::vector<int32_t>{real});
+    const OnGpu<float> device_bias(bias);
+    std::vector<int32_t> ids(rows * top_k);
+    std::vector<float> weights(rows * top_k);
+    RouterArgs args{x.cpu(), w.cpu_bf16(), bias.data(), top_k, true, 2.5f, ids.data(), weights.data()};
+    args.row_count = &real;
+    Twin beside(rng, 70, hidden, 0.05f), beside_y(rng, rows, 70);
+    args.beside_w = beside.cpu_bf16(), args.beside_y = beside_y.cpu();
+    REQUIRE(Cpu().Router(args).ok());
+    OnGpu<int32_t> device_ids(ids.size(), 0x55);
+    OnGpu<float> device_weights(weights.size(), 0x55);
+    args = {x.gpu(), w.gpu(), device_bias.data(), top_k,
+            true,    2.5f,    device_ids.data(),  device_weights.data()};
+    args.row_count = device_real.data();
+    args.beside_w = beside.gpu(), args.beside_y = beside_y.gpu();
+    REQUIRE(Gpu()->Router(args).ok());
+    const std::vector<float> projected = beside_y.FromGpu();
+    for (int64_t r = 0; r < rows; ++r) {
+      if (rows > 2 && r == 2) continue;
+      const auto row = [&](const std::vector<float>& all) {
+        return std::vector<float>(all.begin() + r * 70, all.begin() + (r + 1) * 70);
+      };
+      if (!(RelativeError(row(projected), row(beside_y.host)) < 4e-3)) FAIL_CHECK("beside, row " << r);
+    }
+    CHECK(device_ids.Get() == ids);
+    const std::vector<float> got = device_weights.Get();
+    for (size_t i = 0; i < got.size(); ++i) {
+      const bool both_nan = std::isnan(got[i]) && std::isnan(weights[i]);
+      if (!both_nan && std::abs(got[i] - weights[i]) > 1e-4f) {
+        FAIL_CHECK("row " << i / top_k << ": " << got[i] << " for " << weights[i]);
+      }
+    }
   }
 }
 

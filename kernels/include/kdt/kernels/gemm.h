@@ -11,6 +11,8 @@ struct GemmArgs {
   Tensor w;         // bf16 [out, in], as stored in checkpoints
   Tensor y;         // activation dtype or f32 [rows, out]
   bool accumulate = false;
+  // x is [rows, 2 in], gate and up side by side, and silu(gate) * up takes its place: the bits of SiluMul before it.
+  bool gated = false;
 };
 
 // out = silu(gate) * up, where x holds gate in columns [0, n) and up in [n, 2n).

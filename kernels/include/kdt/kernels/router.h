@@ -21,6 +21,9 @@ struct RouterArgs {
   // One value in the backend's memory: rows from there on are padding and get expert ids -1 with weight 0, so
   // that they cost no expert. nullptr: no padding.
   const int32_t* row_count = nullptr;
+  // Another projection of the same rows, done in the same pass: beside_y = x beside_w^T as by Gemm. No rows: none.
+  Tensor beside_w;  // bf16 [out, hidden]
+  Tensor beside_y;  // activation dtype or f32 [rows, out]
 };
 
 }  // namespace kdt::kernels

@@ -1,0 +1,38 @@
+// The streaming gemm (gemm/stream.cuh) for the ops that are built on it.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/common/types.cuh"
+#include "kernels/cuda/ops.h"
+
+namespace kdt::cuda {
+
+// `heads` products side by side: head h takes x, W and y moved by h times the steps. With `gated`, x is
+// [rows, 2 in] and silu(gate) * up stands for it.
+struct SkinnyGemm {
+  kernels::Tensor x;  // bf16 [rows, in]
+  const bf16* w;      // [outs, in], a row every w_stride
+  int64_t outs, w_stride;
+  kernels::Tensor y;  // bf16 or float32
+  int64_t heads = 1, x_head = 0, w_head = 0, y_head = 0;
+  bool accumulate = false, gated = false;
+  // A second matrix with the same inputs (one head): beside_y = x beside^T. No rows: none.
+  kernels::Tensor beside, beside_y;
+};
+
+inline constexpr int kSkinnyRows = 64;  // more rows are another kernel's, where there is a choice
+
+inline bool Aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// Whether shapes and alignment are what the kernel takes: inputs a multiple of 32, everything in 16-byte
+// steps.
+bool Fits(const SkinnyGemm& gemm);
+cudaError_t RunSkinny(const Launch& launch, const SkinnyGemm& gemm);
+
+// The same with y as a router's scores ([rows, experts] float32, at most 8 rows and at most kChoiceExperts):
+// the block that finishes last chooses the experts of all rows.
+struct ChoiceParams;
+cudaError_t RunSkinnyAndChoose(const Launch& launch, const SkinnyGemm& gemm, const ChoiceParams& choice);
+
+}  // namespace kdt::cuda

@@ -1,0 +1,327 @@
+// y = x W^T for few rows: W streams through the tensor cores as their A operand.
+//
+// A block takes 16 kM outputs and up to 8 kTiles rows. Its inputs are cut into pieces of 64 (128 bytes a row,
+// so that every request is a whole line); four warps take every fourth piece each. A warp keeps its own ring
+// of pieces of W (cp.async, waited for by the warp alone); a fifth warp brings x, a piece for each of the
+// four at a time, through mbarriers. The order of inputs within a product does not matter as long as W and x
+// agree: lane (g, t) takes inputs 8 t .. 8 t + 7 of 32 from its row of either with one 16-byte load, which
+// serve as two k16 steps.
+//
+// The order of a sum: pieces p, p + 4, p + 8, ... of a block's share of the inputs in one accumulator, the
+// four of them in order, then the shares (`splits`) in order. All of it follows from the shape of W, none
+// from kM or the rows, so these may be chosen by the number of rows.
+//
+// As a programmatic dependent a block fills its ring of W before it waits for the kernel in front of it.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/types.cuh"
+
+namespace kdt::cuda {
+
+// A matrix and where its products go.
+struct StreamPart {
+  const bf16* w;
+  void* y;
+  int64_t w_stride, y_stride;
+  int outs;
+  bool f32;    // y is float32, else bf16
+  bool whole;  // y can be written four outputs at a time
+};
+
+struct StreamParams {
+  const bf16* x;
+  int64_t x_stride;
+  int64_t x_head, w_head, y_head;  // from one head (blockIdx.z) to the next
+  int rows, chunks, splits;        // chunks of 8 inputs, a multiple of 4
+  bool accumulate;
+  StreamPart part[2];  // two matrices may share x; the second one's outs are 0 otherwise
+  float* partial;      // [splits][heads][rows][outs of the parts, each padded to 4], with splits
+  unsigned* counters;
+};
+
+inline constexpr int kKWarps = 4;
+
+// kM tiles of 16 outputs and kTiles of 8 rows; W ring of kDepth pieces a warp, x ring of kRounds rounds.
+template <int kM_, int kTiles_, int kDepth_, int kRounds_, bool kGated_ = false>
+struct StreamShape {
+  static constexpr int kM = kM_, kTiles = kTiles_, kDepth = kDepth_, kRounds = kRounds_;
+  static constexpr bool kGated = kGated_;
+  static constexpr int kOuts = 16 * kM, kRows = 8 * kTiles;
+  static constexpr int kThreads = 32 * (kKWarps + 1);
+  static constexpr int kSlot = kOuts * 128;                      // bytes of a piece of W
+  static constexpr int kInput = kRows * 128 * (kGated ? 2 : 1);  // bytes of a piece of x
+  static constexpr int kWRing = kKWarps * kDepth * kSlot, kXRing = kKWarps * kRounds * kInput;
+  // The warps' sums meet in shared memory.
+  static constexpr int kPitch = kOuts + 4;
+  static constexpr int kSums = kKWarps * kRows * kPitch * 4;
+  static constexpr int kShared = kWRing + kXRing > kSums ? kWRing + kXRing : kSums;
+  static_assert(kShared <= 101376 - 256);
+};
+
+template <int kPending>
+__device__ __forceinline__ void CopyAsyncWait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+// 16 zeros unless `there`.
+__device__ __forceinline__ void CopyAsync16Or0(uint32_t dst, const void* src, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "r"(there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void CopyAsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// silu(gate) * up of eight values, the bits of SiluMul.
+__device__ __forceinline__ uint32_t GatedPair(uint32_t gate, uint32_t up) {
+  const float low = LowBf16(gate), high = HighBf16(gate);
+  return PackBf16(low / (1.0f + expf(-low)) * LowBf16(up), high / (1.0f + expf(-high)) * HighBf16(up));
+}
+__device__ __forceinline__ uint4 GatedChunk(const uint4& gate, const uint4& up) {
+  return make_uint4(GatedPair(gate.x, up.x), GatedPair(gate.y, up.y), GatedPair(gate.z, up.z),
+                    GatedPair(gate.w, up.w));
+}
+
+// Four outputs from `out` on, to element `at` of y.
+__device__ __forceinline__ void StoreOuts(const StreamPart& p, bool accumulate, int64_t at, int out,
+                                          float4 v) {
+  if (p.f32) {
+    float* to = static_cast<float*>(p.y) + at;
+    if (p.whole) {
+      if (accumulate) {
+        const float4 old = *reinterpret_cast<const float4*>(to);
+        v = make_float4(old.x + v.x, old.y + v.y, old.z + v.z, old.w + v.w);
+      }
+      *reinterpret_cast<float4*>(to) = v;
+      return;
+    }
+    const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (out + i < p.outs) to[i] = accumulate ? to[i] + values[i] : values[i];
+    }
+    return;
+  }
+  bf16* to = static_cast<bf16*>(p.y) + at;
+  if (p.whole) {
+    if (accumulate) {
+      const uint2 old = *reinterpret_cast<const uint2*>(to);
+      v = make_float4(LowBf16(old.x) + v.x, HighBf16(old.x) + v.y, LowBf16(old.y) + v.z,
+                      HighBf16(old.y) + v.w);
+    }
+    *reinterpret_cast<uint2*>(to) = make_uint2(PackBf16(v.x, v.y), PackBf16(v.z, v.w));
+    return;
+  }
+  const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (out + i < p.outs) to[i] = FromFloat<bf16>(accumulate ? ToFloat(to[i]) + values[i] : values[i]);
+  }
+}
+
+// Counts the blocks that have come here; true in the last of `count`, which sees what the others wrote.
+// Leaves the counter zero.
+__device__ __forceinline__ bool ComesLast(unsigned* counter, int count) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(counter, 1) == static_cast<unsigned>(count) - 1;
+    if (last) *counter = 0;
+  }
+  __syncthreads();
+  if (!last) return false;
+  __threadfence();
+  return true;
+}
+
+// What the last block of a launch does once all of y is written.
+struct NothingMore {};
+
+template <typename S, int kBlocks, typename More>
+__global__ void __launch_bounds__(S::kThreads, kBlocks)
+    StreamKernel(const __grid_constant__ StreamParams p, const __grid_constant__ More more) {
+  constexpr int kM = S::kM, kTiles = S::kTiles, kDepth = S::kDepth, kRounds = S::kRounds;
+  constexpr int kHalves = S::kGated ? 2 : 1;  // gate and up
+  extern __shared__ uint4 shared[];
+  __shared__ uint64_t barriers[2 * kRounds];  // of x: full, empty
+  LaunchDependents();
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int g = lane >> 2, t = lane & 3;
+  const int tile = blockIdx.y / p.splits, split = blockIdx.y - tile * p.splits;
+  const int first_tiles = (p.part[0].outs + S::kOuts - 1) / S::kOuts;
+  const StreamPart& part = p.part[tile >= first_tiles];
+  const int head = blockIdx.z, first_row = blockIdx.x * S::kRows;
+  const int rows_here = min(p.rows - first_row, S::kRows);
+  const int block_out = (tile - (tile >= first_tiles ? first_tiles : 0)) * S::kOuts;
+  const int pieces = (p.chunks + 7) / 8;
+  const int begin = static_cast<int>(static_cast<int64_t>(pieces) * split / p.splits);
+  const int end = static_cast<int>(static_cast<int64_t>(pieces) * (split + 1) / p.splits);
+
+  // In a copy eight lanes take a row's 128 bytes. Chunks of odd rows are swapped by fours, so that eight
+  // lanes reading half of two rows meet in no bank.
+  const int line = lane >> 3, chunk = lane & 7;
+  const uint32_t at_line = line * 128 + (chunk ^ 4 * (line & 1)) * 16;
+  const uint32_t w_ring = SharedAddress(shared) + warp * kDepth * S::kSlot;
+  const uint32_t x_ring = SharedAddress(shared) + S::kWRing;
+  const uint32_t full = SharedAddress(barriers), empty = full + 8 * kRounds;
+  if (threadIdx.x < kRounds) {
+    BarrierInit(full + 8 * threadIdx.x, 32);
+    BarrierInit(empty + 8 * threadIdx.x, kKWarps);
+  }
+
+  // Outputs past the end repeat the last one; what they give is not stored. Of a last piece of 32 inputs the
+  // other half is any weights, and zeros of x.
+  const bf16* const w = part.w + head * p.w_head + block_out * part.w_stride;
+  const int last_out = part.outs - 1 - block_out;
+  auto fetch = [&](int piece, int slot) {
+    const bf16* from = w + min(piece * 8 + chunk, p.chunks - 1) * 8;
+#pragma unroll
+    for (int i = 0; i < S::kOuts / 4; ++i)
+      CopyAsync16(w_ring + slot * S::kSlot + i * 512 + at_line,
+                  from + min(4 * i + line, last_out) * static_cast<int>(part.w_stride));
+  };
+  if (warp < kKWarps) {
+#pragma unroll
+    for (int d = 0; d < kDepth - 1; ++d) {
+      const int piece = begin + warp + d * kKWarps;
+      if (piece < end) fetch(piece, d);
+      CopyAsyncCommit();
+    }
+  }
+  __syncthreads();
+  WaitForPrevious();
+
+  float acc[kM][kTiles][4] = {};
+  if (warp == kKWarps) {
+    // This warp brings x, a round (a piece for each of the other warps) at a time.
+    const bf16* const x = p.x + head * p.x_head + first_row * p.x_stride;
+    for (int round = 0, slot = 0, turn = 1; begin + round * kKWarps < end; ++round) {
+      if (round >= kRounds) BarrierWait(empty + 8 * slot, turn);
+#pragma unroll
+      for (int q = 0; q < kKWarps; ++q) {
+        const int piece = begin + round * kKWarps + q;
+        if (piece >= end) break;
+        const bool there = piece * 8 + chunk < p.chunks;
+        const bf16* from = x + (there ? piece * 8 + chunk : 0) * 8;
+        const uint32_t to = x_ring + (slot * kKWarps + q) * S::kInput + at_line;
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i) {
+          if (4 * i + line >= rows_here) break;
+#pragma unroll
+          for (int h = 0; h < kHalves; ++h)
+            CopyAsync16Or0(to + h * S::kRows * 128 + i * 512,
+                           from + (4 * i + line) * static_cast<int>(p.x_stride) + h * p.chunks * 8, there);
+        }
+      }
+      CopyAsyncArrive(full + 8 * slot);
+      if (++slot == kRounds) slot = 0, turn ^= 1;
+    }
+  } else {
+    const uint32_t at_lane = g * 128 + t * 16;
+    const uint32_t swap = 64 * (g & 1);
+    int slot = 0, filled = kDepth - 1, x_slot = 0, turn = 0;
+#pragma unroll 1
+    for (int piece = begin + warp; piece < end; piece += kKWarps) {
+      CopyAsyncWait<kDepth - 2>();
+      __syncwarp();
+      const int next = piece + (kDepth - 1) * kKWarps;
+      if (next < end) fetch(next, filled);
+      CopyAsyncCommit();
+      BarrierWait(full + 8 * x_slot, turn);
+      const uint32_t from_w = w_ring + slot * S::kSlot + at_lane;
+      const uint32_t from_x = x_ring + (x_slot * kKWarps + warp) * S::kInput + at_lane;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t side = (64 * half) ^ swap;
+        uint4 a[2 * kM];
+#pragma unroll
+        for (int i = 0; i < 2 * kM; ++i) a[i] = LoadShared4U(from_w + i * 1024 + side);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          uint4 b = LoadShared4U(from_x + n * 1024 + side);
+          if constexpr (S::kGated) b = GatedChunk(b, LoadShared4U(from_x + S::kRows * 128 + n * 1024 + side));
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+            const uint4 &low = a[2 * m], &high = a[2 * m + 1];  // outputs g and g + 8
+            const uint32_t first[4] = {low.x, high.x, low.y, high.y},
+                           second[4] = {low.z, high.z, low.w, high.w};
+            MmaBf16(acc[m][n], first, b.x, b.y);
+            MmaBf16(acc[m][n], second, b.z, b.w);
+          }
+        }
+      }
+      __syncwarp();
+      if (lane == 0) BarrierArrive(empty + 8 * x_slot);
+      if (++x_slot == kRounds) x_slot = 0, turn ^= 1;
+      filled = slot;
+      slot = slot + 1 == kDepth ? 0 : slot + 1;
+    }
+  }
+
+  // Sums of the four warps along the inputs, in order.
+  float* const sums = reinterpret_cast<float*>(shared);
+  const int padded_outs = ((p.part[0].outs + 3) & ~3) + ((p.part[1].outs + 3) & ~3);
+  const int partial_out = block_out + (tile >= first_tiles ? (p.part[0].outs + 3) & ~3 : 0);
+  __syncthreads();
+  if (warp < kKWarps) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int row = 8 * n + 2 * t + (c & 1), out = 16 * m + 8 * (c >> 1) + g;
+          sums[(warp * S::kRows + row) * S::kPitch + out] = acc[m][n][c];
+        }
+      }
+    }
+  }
+  __syncthreads();
+  const int count = rows_here * (S::kOuts / 4);
+  for (int i = threadIdx.x; i < count; i += S::kThreads) {
+    const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4, to_row = first_row + row;
+    if (block_out + out >= part.outs) continue;
+    float4 sum = *reinterpret_cast<const float4*>(sums + row * S::kPitch + out);
+#pragma unroll
+    for (int k = 1; k < kKWarps; ++k) {
+      const float4 v = *reinterpret_cast<const float4*>(sums + (k * S::kRows + row) * S::kPitch + out);
+      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+    }
+    if (p.splits == 1) {
+      StoreOuts(part, p.accumulate, head * p.y_head + to_row * part.y_stride + block_out + out,
+                block_out + out, sum);
+    } else {
+      float* to = p.partial +
+                  ((static_cast<int64_t>(split) * gridDim.z + head) * p.rows + to_row) * padded_outs +
+                  partial_out + out;
+      __stcg(reinterpret_cast<float4*>(to), sum);
+    }
+  }
+  if (p.splits > 1) {
+    // The block that comes last adds the shares up, in order.
+    const int tiles = gridDim.y / p.splits;
+    if (!ComesLast(p.counters + (blockIdx.z * gridDim.x + blockIdx.x) * tiles + tile, p.splits)) return;
+    const int64_t share = static_cast<int64_t>(gridDim.z) * p.rows * padded_outs;
+    for (int i = threadIdx.x; i < count; i += S::kThreads) {
+      const int row = first_row + i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
+      if (block_out + out >= part.outs) continue;
+      const float* from =
+          p.partial + (static_cast<int64_t>(head) * p.rows + row) * padded_outs + partial_out + out;
+      float4 sum = __ldcg(reinterpret_cast<const float4*>(from));
+#pragma unroll 4
+      for (int s = 1; s < p.splits; ++s) {
+        const float4 v = __ldcg(reinterpret_cast<const float4*>(from + s * share));
+        sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+      }
+      StoreOuts(part, p.accumulate, head * p.y_head + row * part.y_stride + block_out + out, block_out + out,
+                sum);
+    }
+  }
+  if constexpr (!std::is_same_v<More, NothingMore>) {
+    const int tiles = gridDim.y / p.splits * gridDim.x * gridDim.z;
+    if (ComesLast(p.counters + tiles, tiles)) more();
+  }
+}
+
+}  // namespace kdt::cuda
