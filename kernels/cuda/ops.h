@@ -58,9 +58,7 @@ cudaError_t LogitsTopK(const Launch& launch, const kernels::LogitsTopKArgs& args
 cudaError_t GumbelArgmax(const Launch& launch, const kernels::GumbelArgmaxArgs& args);
 cudaError_t TreeWalk(const Launch& launch, const kernels::TreeWalkArgs& args);
 
-// Bytes of workspace of the two ops whose need grows fastest with the rows.
-size_t DraftAttentionWorkspace(int64_t sequences, int64_t block, int64_t heads, int64_t kv_heads,
-                               int64_t dim);
+// Bytes of workspace of the op whose need grows fastest with the rows.
 size_t MoeWorkspace(int64_t rows, int64_t top_k, int64_t inner, int64_t hidden);
 
 }  // namespace kdt::cuda

@@ -117,23 +117,30 @@ TEST_CASE("cuda: tree_walk follows the CPU's path") {
 TEST_CASE("cuda: draft attention against the CPU") {
   KDT_NEED_GPU();
   std::mt19937 rng(12);
-  const int64_t sequences = 3, block = 8, heads = 8, kv_heads = 2, dim = 128, slots = 900, stride = 600;
-  Twin q(rng, sequences * block, heads * dim), k(rng, sequences * block, kv_heads * dim),
-      v(rng, sequences * block, kv_heads * dim);
-  Twin pool(rng, slots, 2 * kv_heads * dim), out(rng, sequences * block, heads * dim);
-  const std::vector<int32_t> context = {0, 500, 333}, window = {0, 0, 300};
-  std::vector<int32_t> table(sequences * stride);
-  for (int32_t& slot : table) slot = static_cast<int32_t>(rng() % slots);
-  DraftAttentionArgs args{q.cpu(),        k.cpu(),       v.cpu(),      pool.cpu(), heads,
-                          kv_heads,       dim,           block,        0.088f,     sequences,
-                          context.data(), window.data(), table.data(), stride,     out.cpu()};
-  REQUIRE(Cpu().DraftAttention(args).ok());
-  const OnGpu<int32_t> a(context), b(window), c(table);
-  DraftAttentionArgs on_gpu{q.gpu(), k.gpu(),   v.gpu(),  pool.gpu(), heads,    kv_heads, dim,      block,
-                            0.088f,  sequences, a.data(), b.data(),   c.data(), stride,   out.gpu()};
-  for (int repeat = 0; repeat < 2; ++repeat) {
-    REQUIRE(Gpu()->DraftAttention(on_gpu).ok());
-    CHECK(RelativeError(out.FromGpu(), out.host) < 4e-3);
+  struct Shape {
+    int64_t heads, kv_heads, dim, block;
+  };
+  for (const Shape shape : {Shape{8, 1, 128, 8}, Shape{8, 2, 128, 8}, Shape{1, 1, 64, 8}, Shape{4, 4, 32, 3},
+                            Shape{32, 2, 64, 16}}) {
+    const auto [heads, kv_heads, dim, block] = shape;
+    const int64_t sequences = 4, slots = 900, stride = 3000;
+    Twin q(rng, sequences * block, heads * dim), k(rng, sequences * block, kv_heads * dim),
+        v(rng, sequences * block, kv_heads * dim);
+    Twin pool(rng, slots, 2 * kv_heads * dim), out(rng, sequences * block, heads * dim);
+    const std::vector<int32_t> context = {0, 2900, 333, 17}, window = {0, 0, 300, 0};
+    std::vector<int32_t> table(sequences * stride);
+    for (int32_t& slot : table) slot = static_cast<int32_t>(rng() % slots);
+    DraftAttentionArgs args{q.cpu(),        k.cpu(),       v.cpu(),      pool.cpu(), heads,
+                            kv_heads,       dim,           block,        0.088f,     sequences,
+                            context.data(), window.data(), table.data(), stride,     out.cpu()};
+    REQUIRE(Cpu().DraftAttention(args).ok());
+    const OnGpu<int32_t> a(context), b(window), c(table);
+    DraftAttentionArgs on_gpu{q.gpu(), k.gpu(),   v.gpu(),  pool.gpu(), heads,    kv_heads, dim,      block,
+                              0.088f,  sequences, a.data(), b.data(),   c.data(), stride,   out.gpu()};
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      REQUIRE(Gpu()->DraftAttention(on_gpu).ok());
+      CHECK(RelativeError(out.FromGpu(), out.host) < 4e-3);
+    }
   }
 }
 

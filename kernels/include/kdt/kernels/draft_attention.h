@@ -2,7 +2,7 @@
 // Sequence s has `block` consecutive query rows (s * block ..). Its keys are the context positions
 // window_begin[s] .. context_length[s] - 1 through slot_table, whose K and V lie in the pool, then the block's own K/V rows.
 //   out[r, h] = sum_k softmax_k(scale * q[r, h] . K_k[h / (heads / kv_heads)]) V_k[...]
-// Keys are summed in position order.
+// Keys are summed in position order on the CPU. CUDA takes head dimensions 32, 64 and 128, and splits the keys by the length.
 #pragma once
 
 #include "kdt/kernels/tensor.h"
