@@ -7,6 +7,9 @@ import sys
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 420, 70, 50, 20, 190
 COLORS = {1: "#4477aa", 8: "#228833", 16: "#ccbb44", 32: "#ee6677", 64: "#aa3377"}
 
+DASHES = {"extend": ' stroke-dasharray="6 3"', "decode": ' stroke-dasharray="2 2"', "fa2": ' stroke-dasharray="8 2 2 2"',
+          "fa3": ' stroke-dasharray="8 2 2 2 2 2"'}
+
 
 def main():
     with open(sys.argv[1], encoding="utf-8") as file:
@@ -38,7 +41,7 @@ def main():
         out.append(f'<text x="{x(context):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{context}</text>')
     out.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">context (tokens), {data["device"]}</text>')
     for i, ((name, rows), points) in enumerate(sorted(series.items())):
-        dash = {"ours": "", "extend": ' stroke-dasharray="6 3"', "decode": ' stroke-dasharray="2 2"'}[name]
+        dash = DASHES.get(name, "")
         color = COLORS.get(rows, "#000")
         line = " ".join(f"{x(c):.1f},{y(t):.1f}" for c, t in sorted(set(points)))
         out.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
