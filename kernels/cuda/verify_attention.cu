@@ -1,4 +1,8 @@
-// Chooses the tile of query rows by how many a sequence brings, and queues the partial and the reduce kernel.
+// Chooses configurations of the partial kernel for the sequences a launch may have, and queues them and the
+// reduce kernel.
+#include <algorithm>
+
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/verify_attention/partial.cuh"
 #include "kernels/cuda/verify_attention/reduce.cuh"
@@ -9,39 +13,145 @@ namespace {
 constexpr int kMinSplitKeys = 64;  // below this a split's fixed costs outweigh its share of the keys
 constexpr float kLog2E = 1.44269504f;
 
-using Small =
-    VerifyConfig<1, 1, 5, 2>;  // up to 16 query rows a sequence: two blocks a multiprocessor hide latency
-using Middle = VerifyConfig<2, 1, 4, 2>;  // up to 32
-using Large = VerifyConfig<2, 2, 4, 1>;
+// By query rows a sequence. Two blocks a multiprocessor hide latency; on sm_120 there is room for one.
+using Small = VerifyConfig<1, 1, 5, 2, 2>;   // up to 16
+using Middle = VerifyConfig<2, 1, 4, 2, 2>;  // up to 32
+using Large = VerifyConfig<2, 2, 4, 1, 1>;   // more, in tiles of 64
+constexpr int kSmallQueries = Small::kTileRows, kMiddleQueries = Middle::kTileRows;
 
-// Items and query tiles a launch can have at most (see plan.cuh).
-template <class C>
-int64_t MaxTiles(int64_t rows, int64_t heads, int64_t sequences) {
-  return rows * heads / C::kTileRows + sequences;
-}
-template <class C>
-int64_t MaxItems(int processors, int64_t rows, int64_t heads, int64_t sequences) {
-  return processors * C::kMinBlocks + MaxTiles<C>(rows, heads, sequences);
-}
-template <class C>
-size_t WorkspaceBytes(int processors, int64_t rows, int64_t heads, int64_t sequences) {
-  constexpr size_t kRowBytes = kLatent * 2 + sizeof(float2) + 4 * sizeof(float);
-  return MaxItems<C>(processors, rows, heads, sequences) * C::kTileRows * kRowBytes;
-}
+// One launch of a partial kernel: a class, and how many items and query tiles it can have at most.
+struct Part {
+  int64_t tiles, items;
+  int tile_rows;
+  cudaError_t (*run)(const Launch& launch, const VerifyParams& params, const VerifyClass& of, int64_t items);
+};
 
 template <class C>
-cudaError_t Run(const Launch& launch, const kernels::VerifyAttentionArgs& args) {
-  static const cudaError_t prepared =
-      cudaFuncSetAttribute(VerifyPartial<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes);
-  if (prepared != cudaSuccess) return prepared;
-  const int64_t tiles = MaxTiles<C>(args.q.rows, args.heads, args.sequences);
-  const int64_t items = MaxItems<C>(launch.processors, args.q.rows, args.heads, args.sequences);
-  if (WorkspaceBytes<C>(launch.processors, args.q.rows, args.heads, args.sequences) >
-          launch.workspace_bytes ||
-      launch.processors * C::kMinBlocks > kMaxSplits) {
-    return cudaErrorInvalidValue;
+cudaError_t RunPartial(const Launch& launch, const VerifyParams& params, const VerifyClass& of,
+                       int64_t items) {
+  return LaunchAfter(launch, VerifyPartial<C>, dim3(static_cast<unsigned>(items)), dim3(C::kThreads),
+                     C::kSharedBytes, params, of);
+}
+
+// Blocks of C that run at once; 0 if the device takes none.
+template <class C>
+int Slots(const Launch& launch) {
+  static const int blocks = [] {
+    int count = 0;
+    const bool known = cudaFuncSetAttribute(VerifyPartial<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            C::kSharedBytes) == cudaSuccess &&
+                       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, VerifyPartial<C>, C::kThreads,
+                                                                     C::kSharedBytes) == cudaSuccess;
+    return known ? count : 0;
+  }();
+  return launch.processors * blocks;
+}
+
+// What a launch consists of. A captured launch does not know which sequences will come: any number of them up
+// to args.sequences may share the rows in any way, so there is a partial kernel for every class that can
+// occur. One without sequences ends at once.
+class Layout {
+ public:
+  Layout(const Launch& launch, const kernels::VerifyAttentionArgs& args) : launch_(launch), args_(args) {
+    const int64_t most_rows =
+        args.max_sequence_rows > 0 ? std::min(args.max_sequence_rows, args.q.rows) : args.q.rows;
+    const int64_t most = most_rows * args.heads;
+    // A lone sequence has about the rows of its bucket. Among several, some may have few: two classes, as
+    // each costs a launch.
+    const int64_t least = args.sequences == 1 ? most : args.heads;
+    if (least <= kSmallQueries) Add<Small>(1, std::min<int64_t>(most, kSmallQueries));
+    if (most <= kSmallQueries) return;
+    const int64_t above = classes_.count == 0 ? 1 : kSmallQueries + 1;
+    if (most <= kMiddleQueries) {
+      Add<Middle>(above, most);
+    } else {
+      Add<Large>(above, kQueryLimit);
+    }
   }
-  VerifyParams p;
+
+  cudaError_t Run(const VerifyParams& params) {
+    size_t at = 0;
+    for (int i = 0; i < classes_.count; ++i) {
+      VerifyClass& to = classes_.of[i];
+      const int64_t rows = parts_[i].items * parts_[i].tile_rows;
+      const auto take = [&](size_t row_bytes) {
+        void* memory = static_cast<char*>(launch_.workspace) + at;
+        at += rows * row_bytes;
+        return memory;
+      };
+      to.partial = static_cast<uint4*>(take(kLatent * 2));
+      to.partial_low = static_cast<uint2*>(take(kLatent));
+      to.partial_ml = static_cast<float2*>(take(sizeof(float2)));
+    }
+    if (at > launch_.workspace_bytes) return cudaErrorInvalidValue;
+    int64_t pieces = 0;
+    for (int i = 0; i < classes_.count; ++i) {
+      if (classes_.of[i].slots == 0 || classes_.of[i].slots > kMaxSplits) return cudaErrorInvalidValue;
+      if (const cudaError_t error = parts_[i].run(launch_, params, classes_.of[i], parts_[i].items);
+          error != cudaSuccess)
+        return error;
+      pieces += parts_[i].tiles * parts_[i].tile_rows * 2;
+    }
+    // The fewer query tiles, the more splits each has and the more warps share them. One wave of blocks.
+    const int64_t rows = args_.q.rows * args_.heads;
+    const int64_t tile = parts_[classes_.count - 1].tile_rows;
+    if (args_.split_keys > 0)
+      return RunReduce<8>(params, pieces);  // the order of the sum is part of the bits
+    if (rows <= tile) return RunReduce<16>(params, pieces);
+    if (rows <= 2 * tile) return RunReduce<8>(params, pieces);
+    return RunReduce<4>(params, pieces);
+  }
+
+ private:
+  static constexpr int64_t kQueryLimit = int64_t{1} << 30;
+
+  // The class of the sequences with min .. max query rows.
+  template <class C>
+  void Add(int64_t min, int64_t max) {
+    const int64_t queries = args_.q.rows * args_.heads;
+    const int64_t sequences = std::min({args_.sequences, args_.q.rows, queries / std::max(min, args_.heads)});
+    // A sequence's last tile may be partly filled.
+    const int64_t tiles = max <= C::kTileRows ? sequences : queries / C::kTileRows + sequences;
+    VerifyClass& to = classes_.of[classes_.count];
+    to.min_queries = static_cast<int>(min);
+    to.max_queries = static_cast<int>(max);
+    to.tile_shift = C::kTileShift;
+    to.slots = Slots<C>(launch_);
+    to.own_length_only = args_.split_keys > 0;
+    to.min_split_keys = kMinSplitKeys;
+    int64_t items = to.slots + tiles;
+    if (to.own_length_only) {
+      // A sequence is no longer than its table; a split not so short that there would be too many.
+      const int64_t shortest = (args_.table_stride + kMaxSplits - 1) / kMaxSplits;
+      to.min_split_keys = static_cast<int>(std::max(args_.split_keys, shortest));
+      items = tiles * ((args_.table_stride + to.min_split_keys - 1) / to.min_split_keys);
+    }
+    parts_[classes_.count++] = {tiles, items, C::kTileRows, RunPartial<C>};
+  }
+
+  template <int kWarps>
+  cudaError_t RunReduce(const VerifyParams& params, int64_t pieces) {
+    constexpr int kBlocks = kWarps == 16 ? 1 : kWarps == 8 ? 2 : 4;  // a multiprocessor holds at once
+    const int64_t blocks = std::min<int64_t>(pieces, int64_t{kBlocks} * launch_.processors);
+    return LaunchAfter(launch_, VerifyReduce<kWarps>, dim3(static_cast<unsigned>(blocks)), dim3(32 * kWarps),
+                       0, params, classes_);
+  }
+
+  const Launch& launch_;
+  const kernels::VerifyAttentionArgs& args_;
+  Part parts_[kMaxClasses];
+  VerifyClasses classes_{};
+};
+
+}  // namespace
+
+cudaError_t VerifyAttention(const Launch& launch, const kernels::VerifyAttentionArgs& args) {
+  if (args.q.rows == 0 || args.sequences == 0 || args.heads == 0) return cudaSuccess;
+  const bool fits = args.latent == kLatent && args.rope == kRope && args.q.dtype == kernels::DType::kBF16 &&
+                    args.pool.dtype == kernels::DType::kBF16 && args.out.dtype == kernels::DType::kBF16 &&
+                    args.q.stride % 8 == 0 && args.pool.stride % 8 == 0 && args.out.stride % 2 == 0;
+  if (!fits) return cudaErrorInvalidValue;
+  VerifyParams p{};
   p.q = args.q.bf16();
   p.q_stride = args.q.stride;
   p.pool = args.pool.bf16();
@@ -58,51 +168,7 @@ cudaError_t Run(const Launch& launch, const kernels::VerifyAttentionArgs& args) 
   p.slot_table = args.slot_table;
   p.table_stride = args.table_stride;
   p.ancestor_bits = args.ancestor_bits;
-  p.slots = launch.processors * C::kMinBlocks;
-  p.min_split_keys = kMinSplitKeys;
-  p.partial = static_cast<uint4*>(launch.workspace);
-  p.partial_ml = reinterpret_cast<float2*>(p.partial + items * C::kTileRows * 64);
-  p.partial_scale = reinterpret_cast<float*>(p.partial_ml + items * C::kTileRows);
-
-  VerifyPartial<C><<<static_cast<int>(items), C::kThreads, C::kSharedBytes, launch.stream>>>(p);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(tiles * C::kTileRows * 2));
-  config.stream = launch.stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  // The fewer query tiles, the more splits each has and the more warps share them; all blocks run in one
-  // wave.
-  const int64_t rows = args.q.rows * args.heads;
-  if (rows <= C::kTileRows) {
-    config.blockDim = dim3(512);
-    return cudaLaunchKernelEx(&config, VerifyReduce<C, 16>, p);
-  }
-  if (rows <= 2 * C::kTileRows) {
-    config.blockDim = dim3(256);
-    return cudaLaunchKernelEx(&config, VerifyReduce<C, 8>, p);
-  }
-  config.blockDim = dim3(128);
-  return cudaLaunchKernelEx(&config, VerifyReduce<C, 4>, p);
-}
-
-}  // namespace
-
-cudaError_t VerifyAttention(const Launch& launch, const kernels::VerifyAttentionArgs& args) {
-  if (args.q.rows == 0 || args.sequences == 0) return cudaSuccess;
-  const bool fits = args.latent == kLatent && args.rope == kRope && args.q.dtype == kernels::DType::kBF16 &&
-                    args.pool.dtype == kernels::DType::kBF16 && args.out.dtype == kernels::DType::kBF16 &&
-                    args.q.stride % 8 == 0 && args.pool.stride % 8 == 0 && args.out.stride % 2 == 0;
-  if (!fits) return cudaErrorInvalidValue;
-  const int64_t rows =
-      (args.q.rows + args.sequences - 1) / args.sequences * args.heads;  // query rows a sequence
-  if (rows <= Small::kTileRows) return Run<Small>(launch, args);
-  if (rows <= Middle::kTileRows) return Run<Middle>(launch, args);
-  return Run<Large>(launch, args);
+  return Layout(launch, args).Run(p);
 }
 
 }  // namespace kdt::cuda

@@ -11,6 +11,23 @@ inline constexpr int kRope = 64;
 inline constexpr int kKeyWidth = kLatent + kRope;
 inline constexpr int kTileKeys = 16;  // keys a round of the pipeline
 
+// The sequences one configuration of the partial kernel works on, told by their query rows (rows times
+// heads), and where its results go. One item is one (sequence, query tile, split).
+struct VerifyClass {
+  int min_queries, max_queries;  // the sequences that bring as many, both included
+  int tile_shift;                // log2 of the query rows of a tile
+  // How the work is cut: `slots` blocks run at once; a split has at least min_split_keys keys (the last may
+  // have fewer).
+  int slots;
+  int min_split_keys;
+  bool own_length_only;  // the splits of a sequence depend on its own length alone: one for each
+                         // min_split_keys keys
+  uint4* partial;        // [items][tile rows * 64]: in the order the lanes hold them, see partial.cuh
+  uint2* partial_low;    // the same, what 16 bits a value leave out
+  float2* partial_ml;    // [items][tile rows]: reference (log2) and sum
+};
+inline constexpr int kMaxClasses = 2;
+
 struct VerifyParams {
   const uint16_t* q;     // bf16 [rows, q_stride]: heads x 576
   int64_t q_stride;      // elements
@@ -28,14 +45,11 @@ struct VerifyParams {
   const int32_t* slot_table;
   int64_t table_stride;
   const uint64_t* ancestor_bits;
-  // How the work is cut: `slots` blocks run at once; a split has at least min_split_keys keys (the last may
-  // have fewer).
-  int slots;
-  int min_split_keys;
-  // Partial results. One item is one (sequence, query tile, split).
-  uint4* partial;        // [items][tile rows * 64]: half8 in the order the lanes hold them, see partial.cuh
-  float2* partial_ml;    // [items][tile rows]: reference (log2) and sum
-  float* partial_scale;  // [items][tile rows][4]: factor of each 128 columns
+};
+
+struct VerifyClasses {
+  int count;
+  VerifyClass of[kMaxClasses];
 };
 
 }  // namespace kdt::cuda

@@ -20,36 +20,53 @@
 
 namespace kdt::cuda {
 
-// One item a block; blocks beyond the last item leave at once, so the grid need not depend on the lengths.
+// sm_120 has shared memory for one block a multiprocessor, which may then use all registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
-    VerifyPartial(const __grid_constant__ VerifyParams p) {
+inline constexpr int kBlocksOf = 1;
+#else
+template <class C>
+inline constexpr int kBlocksOf = C::kMinBlocks;
+#endif
+
+// One item of the class `of` a block; blocks beyond the last item leave at once, so the grid need not depend
+// on the lengths.
+//
+// Launched as a programmatic dependent. Before it waits for the kernel in front of it, it reads only what no
+// kernel of the step writes: lengths, tables, and keys of committed rows. So the plan, the slots and the
+// first tiles are in while the queries are still being made.
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, kBlocksOf<C>)
+    VerifyPartial(const __grid_constant__ VerifyParams p, const __grid_constant__ VerifyClass of) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t base = SharedAddress(smem);
   const int lane = threadIdx.x & 31;
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);  // known to the compiler as the same in all lanes
   Item& it = *reinterpret_cast<Item*>(smem + C::kItemAt);
-  WaitForPrevious();
   if (warp == 0) {
-    const Item found = Planner<C::kTileRows>(p).Find(blockIdx.x, false);
+    const Item found = Planner(p, of).Find(blockIdx.x, false);
     if (lane == 0) it = found;
   } else if (threadIdx.x == 32) {
     constexpr int kBarriers = (C::kItemAt - C::kFullAt) / 8;
     for (int i = 0; i < kBarriers; ++i) {
       const int at = C::kFullAt + 8 * i;
       BarrierInit(base + at, at < C::kEmptyAt         ? 128  // the loading group's threads
-                             : at < C::kRopeEmptyAt   ? C::kValueWarps
-                             : at < C::kScoresFullAt  ? C::kScoreWarps
-                             : at < C::kScoresEmptyAt ? 2    // score warps of a group
-                                                      : 4);  // value warps of a group
+                             : at < C::kRopeEmptyAt   ? C::kValueWarps * kArrivals
+                             : at < C::kScoresFullAt  ? C::kScoreWarps * 32
+                             : at < C::kScoresEmptyAt ? 2 * 32           // score warps of a group
+                                                      : 4 * kArrivals);  // value warps of a group
     }
   }
   __syncthreads();
-  if (it.sequence < 0) return;
+  if (it.sequence < 0) {
+    LaunchDependents();
+    WaitForPrevious();  // no block may end before that, or what comes behind could start too early
+    return;
+  }
   if (warp < C::kScoreWarps) {
     ScoreWarp<C>(p, it, base, warp);
   } else {
-    ValueWarp<C>(p, it, base, warp - C::kScoreWarps);
+    ValueWarp<C>(p, of, it, base, warp - C::kScoreWarps);
   }
 }
 

@@ -1,8 +1,9 @@
 // Cuts the work of a launch into items, on the device, from the lengths alone: nothing is re-captured when
 // they change.
 //
-// A sequence with r rows has tiles = ceil(r * heads / tile_rows) query tiles and L = context + r keys. It
-// gets
+// Each sequence belongs to the class whose range its query rows (rows * heads) fall in; a class has a
+// configuration of the partial kernel. A sequence with r rows has tiles = ceil(r * heads / tile_rows) query
+// tiles and L = context + r keys. Within a class it gets
 //   splits = clamp(floor(slots * L / sum over sequences of tiles * L), 1, ceil(L / min_split_keys))
 // so that all items together fill the chip once (a lone sequence takes it whole) and the sum of tiles *
 // splits never exceeds slots + tiles, which is what the partial buffers are sized by. Items of one sequence
@@ -38,21 +39,29 @@ __device__ inline int SplitBegin(int length, int split, int splits) {
 }
 
 // One whole warp calls everything here. Lane i holds sequence first + i.
-template <int kTileRows>
 class Planner {
  public:
-  __device__ explicit Planner(const VerifyParams& params) : p_(params) {
+  __device__ Planner(const VerifyParams& params, const VerifyClass& of) : p_(params), class_(of) {
+#pragma unroll 1
     for (int first = 0; first < p_.sequences; first += 32) {
       Fetch(first);
       weight_ += static_cast<unsigned>(tiles_) * KeyTiles(length_);
+      all_tiles_ += tiles_;
     }
-    for (int d = 16; d > 0; d >>= 1) weight_ += __shfl_xor_sync(~0u, weight_, d);
+    for (int d = 16; d > 0; d >>= 1) {
+      weight_ += __shfl_xor_sync(~0u, weight_, d);
+      all_tiles_ += __shfl_xor_sync(~0u, all_tiles_, d);
+    }
   }
+
+  // Query tiles of all sequences of the class.
+  __device__ int tiles() const { return all_tiles_; }
 
   // The item (by_tile false) or the query tile counted over all sequences (by_tile true) with this index.
   __device__ Item Find(int index, bool by_tile) {
     const int lane = threadIdx.x & 31;
     int items_before = 0, tiles_before = 0;
+#pragma unroll 1
     for (int first = 0; first < p_.sequences; first += 32) {
       if (p_.sequences > 32) Fetch(first);
       const int splits = Splits();
@@ -99,25 +108,33 @@ class Planner {
  private:
   __device__ void Fetch(int first) {
     const int s = first + (threadIdx.x & 31);
-    tiles_ = length_ = rows_ = row0_ = 0;
+    int end = 0, context = 0;
+    row0_ = 0;
     if (s < p_.sequences) {
+      // All reads at once: each takes most of a microsecond when a launch begins.
       row0_ = p_.row_begin[s];
-      rows_ = max(0, p_.row_begin[s + 1] - row0_);
-      length_ = p_.context_length[s] + rows_;
-      tiles_ = (rows_ * p_.heads + kTileRows - 1) / kTileRows;
-      if (tiles_ == 0) length_ = 0;
+      end = p_.row_begin[s + 1];
+      context = p_.context_length[s];
     }
+    rows_ = max(0, end - row0_);
+    const int queries = rows_ * p_.heads;
+    const bool mine = queries >= class_.min_queries && queries <= class_.max_queries;
+    length_ = mine ? context + rows_ : 0;
+    tiles_ = mine ? (queries + (1 << class_.tile_shift) - 1) >> class_.tile_shift : 0;
   }
 
   __device__ int Splits() const {
     if (length_ == 0) return 0;
-    const unsigned most = (length_ + p_.min_split_keys - 1) / p_.min_split_keys;
-    const unsigned share = static_cast<unsigned>(p_.slots) * KeyTiles(length_) / weight_;
+    const unsigned most = (length_ + class_.min_split_keys - 1) / class_.min_split_keys;
+    if (class_.own_length_only) return static_cast<int>(most);
+    const unsigned share = static_cast<unsigned>(class_.slots) * KeyTiles(length_) / weight_;
     return max(1u, min(share, most));
   }
 
   const VerifyParams& p_;
+  const VerifyClass& class_;
   unsigned weight_ = 0;  // sum of tiles * length
+  int all_tiles_ = 0;
   int tiles_, length_, rows_, row0_;
 };
 

@@ -14,6 +14,7 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
   const int lane = threadIdx.x & 31;
   const int group = warp >> 1, half = warp & 1;
   const int rounds = KeyTiles(it.end - it.begin);
+  WaitForPrevious();
 
   // Queries, 64 columns at a time: rows come in with 16-byte loads and leave as A fragments.
   uint32_t q[kMTiles][16][4];
@@ -122,11 +123,8 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
       StoreShared4(score_lane + buffer * C::kScores + d * 512, s[m][0][c], s[m][0][c + 1], s[m][1][c],
                    s[m][1][c + 1]);
     }
-    __syncwarp();
-    if (lane == 0) {
-      BarrierArrive(scores_full + 8 * buffer);
-      BarrierArrive(base + C::kRopeEmptyAt + 8 * (round % C::kRopeStages));
-    }
+    BarrierArrive(scores_full + 8 * buffer);
+    BarrierArrive(base + C::kRopeEmptyAt + 8 * (round % C::kRopeStages));
   }
 }
 

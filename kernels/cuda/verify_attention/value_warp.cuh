@@ -21,7 +21,8 @@ __device__ inline bool Visible(const VerifyParams& p, const Item& it, int row, i
 
 // Value warp: group = warp / 4, 128 output columns = warp % 4.
 template <class C>
-__device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it, uint32_t base, int warp) {
+__device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyClass& out, const Item& it,
+                                          uint32_t base, int warp) {
   constexpr int kMTiles = C::kMTiles;
   const int lane = threadIdx.x & 31;
   const int group = warp >> 2, w = warp & 3;
@@ -60,10 +61,14 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
     CopyAsync16(load_rope_lane + round % C::kRopeStages * C::kRopeStage, src + kLatent * 2);
     CopyAsyncArrive(full + 8 * (round % C::kStages));
   };
+  // Committed rows were there before this step began; the sequence's own rows come from the kernels in front.
 #pragma unroll
   for (int r = 0; r < C::kStages - 1; ++r) {
-    if (r < rounds && r % C::kGroups == group) load(r);
+    if (r >= rounds || r % C::kGroups != group) continue;
+    if (it.begin + (r + 1) * kTileKeys > it.context) WaitForPrevious();
+    load(r);
   }
+  WaitForPrevious();
 
   float o[kMTiles][16][4];
 #pragma unroll
@@ -114,13 +119,19 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
   };
   auto store_probabilities = [&](int parity, const float(&x)[4]) {
     const uint32_t p0 = PackBf16(x[0], x[1]), p1 = PackBf16(x[2], x[3]);
-    // The sum is of the rounded values, so that the weights of a row add up to one exactly.
-    sum += (LowBf16(p0) + HighBf16(p0)) + (LowBf16(p1) + HighBf16(p1));
+    // The sum is of what goes into P x V, so that the weights of a row add up to one exactly.
+    sum += C::kProbParts == 2 ? (x[0] + x[1]) + (x[2] + x[3])
+                              : (LowBf16(p0) + HighBf16(p0)) + (LowBf16(p1) + HighBf16(p1));
     if (w < C::kOwners) {
       const uint32_t to =
           base + C::kProbsAt + (group * 2 + parity) * C::kProbs + (w >> 1) * 512 + lane * 16 + (w & 1) * 4;
       StoreShared(to, __uint_as_float(p0));
       StoreShared(to + 8, __uint_as_float(p1));
+      if (C::kProbParts == 2) {
+        const uint32_t rest = to + C::kProbPart;
+        StoreShared(rest, __uint_as_float(PackBf16(x[0] - LowBf16(p0), x[1] - HighBf16(p0))));
+        StoreShared(rest + 8, __uint_as_float(PackBf16(x[2] - LowBf16(p1), x[3] - HighBf16(p1))));
+      }
       if (t == 0)
         StoreShared(base + C::kFactorsAt + (group * 2 + parity) * C::kFactors + (8 * w + g) * 4, factor);
     }
@@ -143,21 +154,27 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
                               (((lane >> 4) ^ (lane & 7)) << 4);
   auto values = [&](int round, int parity, auto&& between) {
     const uint32_t from = value_lane + round % C::kStages * C::kLatentStage;
-    uint32_t a[kMTiles][4], b[2][4];
+    uint32_t a[C::kProbParts][kMTiles][4], b[2][4];
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-      const uint4 v =
-          LoadShared4U(base + C::kProbsAt + (group * 2 + parity) * C::kProbs + m * 512 + lane * 16);
-      a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
+    for (int i = 0; i < C::kProbParts; ++i) {
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        const uint4 v = LoadShared4U(base + C::kProbsAt + (group * 2 + parity) * C::kProbs +
+                                     i * C::kProbPart + m * 512 + lane * 16);
+        a[i][m][0] = v.x, a[i][m][1] = v.y, a[i][m][2] = v.z, a[i][m][3] = v.w;
+      }
     }
     LoadMatrix4Transposed(b[0], from);
     LoadMatrix4Transposed(b[1], from ^ 32);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
-      for (int m = 0; m < kMTiles; ++m) {
-        MmaBf16(o[m][2 * j], a[m], b[j & 1][0], b[j & 1][1]);
-        MmaBf16(o[m][2 * j + 1], a[m], b[j & 1][2], b[j & 1][3]);
+      for (int i = 0; i < C::kProbParts; ++i) {
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+          MmaBf16(o[m][2 * j], a[i][m], b[j & 1][0], b[j & 1][1]);
+          MmaBf16(o[m][2 * j + 1], a[i][m], b[j & 1][2], b[j & 1][3]);
+        }
       }
       if (j < 6) LoadMatrix4Transposed(b[j & 1], (from ^ (((j + 2) & 3) << 5)) + ((j + 2) >> 2) * 128);
       between(j);
@@ -170,8 +187,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
     const float4 low = load_scores(0, 0);
     float x[4] = {low.x, low.y, low.z, low.w};
     mask_scores(x, load_scores(0, 1), bits);
-    __syncwarp();
-    if (lane == 0) BarrierArrive(scores_empty);
+    WarpArrive(lane, scores_empty);
     float top = row_top(x);
     move_reference(fmaxf(top, __shfl_xor_sync(~0u, top, 2)));
 #pragma unroll
@@ -219,11 +235,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
           break;
       }
     });
-    __syncwarp();
-    if (lane == 0) {
-      BarrierArrive(scores_empty + 8 * (next & 1));
-      BarrierArrive(empty + 8 * (round % C::kStages));
-    }
+    WarpArrive(lane, scores_empty + 8 * (next & 1), empty + 8 * (round % C::kStages));
   }
   if (NamedBarrierOr(1 + group, 128, moved)) rescale_outputs((rounds - 1) & 1);
   values(rounds - 1, (rounds - 1) & 1, [](int) {});
@@ -256,28 +268,30 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const Item& it,
     return;
   }
   const int64_t item_row = static_cast<int64_t>(blockIdx.x) * C::kTileRows + group * C::kGroupRows;
-  if (w < C::kOwners && t == 0) p.partial_ml[item_row + 8 * w + g] = make_float2(reference, sum);
-  uint4* to = p.partial +
-              (static_cast<int64_t>(blockIdx.x) * C::kTileRows + (group * 4 + w) * 4 * kMTiles) * 64 + lane;
+  if (w < C::kOwners && t == 0) out.partial_ml[item_row + 8 * w + g] = make_float2(reference, sum);
+  const int64_t first =
+      (static_cast<int64_t>(blockIdx.x) * C::kTileRows + (group * 4 + w) * 4 * kMTiles) * 64 + lane;
+  uint4* const high = out.partial + first;
+  uint2* const low = out.partial_low + first;
 #pragma unroll
   for (int d = 0; d < C::kOwners; ++d) {
+    if (first_flat + 8 * d >= flat_rows) break;  // rows of padding are not read
     const int m = d >> 1, c = 2 * (d & 1);
-    // float16 with one power of two for these 128 columns of the row: the largest lands in [2^14, 2^15).
-    float top = 0.0f;
-#pragma unroll
-    for (int n = 0; n < 16; ++n) top = fmaxf(top, fmaxf(fabsf(o[m][n][c]), fabsf(o[m][n][c + 1])));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    const int exponent = max(15, static_cast<int>(__float_as_uint(top) >> 23));
-    const float shrink = __uint_as_float(static_cast<uint32_t>(min(268 - exponent, 254)) << 23);
-    if (t == 0) p.partial_scale[(item_row + 8 * d + g) * 4 + w] = 1.0f / shrink;
 #pragma unroll
     for (int n4 = 0; n4 < 4; ++n4) {
-      uint32_t v[4];
+      uint32_t x[8], h[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        v[k] = PackHalf(o[m][4 * n4 + k][c] * shrink, o[m][4 * n4 + k][c + 1] * shrink);
-      to[(d * 4 + n4) * 32] = make_uint4(v[0], v[1], v[2], v[3]);
+      for (int k = 0; k < 4; ++k) {
+        x[2 * k] = __float_as_uint(o[m][4 * n4 + k][c]);
+        x[2 * k + 1] = __float_as_uint(o[m][4 * n4 + k][c + 1]);
+        h[k] = __byte_perm(x[2 * k], x[2 * k + 1], 0x7632);
+      }
+      high[(d * 4 + n4) * 32] = make_uint4(h[0], h[1], h[2], h[3]);
+      // The next eight bits of each value; the last eight are dropped.
+      const auto third_bytes = [](const uint32_t* v) {
+        return __byte_perm(__byte_perm(v[0], v[1], 0x0051), __byte_perm(v[2], v[3], 0x0051), 0x5410);
+      };
+      low[(d * 4 + n4) * 32] = make_uint2(third_bytes(x), third_bytes(x + 4));
     }
   }
 }

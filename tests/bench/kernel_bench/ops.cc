@@ -31,17 +31,32 @@ void BenchVerifyAttention(Bench& bench) {
 
   struct Shape {
     int batch, context, rows;
+    int named = 0;       // sequences of the launch, the rest of them without rows; 0: no rest
+    int split_keys = 0;  // splits of a sequence by its own length
+    int most_rows = 0;   // what the launch is told of a sequence's rows
   };
   std::vector<Shape> shapes;
   for (const int context : {4096, 16384, 65536, 131072, 189440}) {
     for (const int rows : {1, 2, 4, 8, 16, 32, 64}) shapes.push_back({1, context, rows});
   }
   for (const int batch : {8, 32}) {
-    for (const int rows : {1, 8}) shapes.push_back({batch, 8192, rows});
+    for (const int rows : {1, 8}) {
+      for (const int split_keys : {0, 256, 512, 1024}) shapes.push_back({batch, 8192, rows, 0, split_keys});
+      if (rows == 1) shapes.push_back({batch, 8192, rows, 0, 0, rows});
+    }
   }
+  for (const int rows : {1, 8}) {
+    for (const int split_keys : {256, 512, 1024}) {
+      for (const int context : {8192, 131072}) shapes.push_back({1, context, rows, 0, split_keys});
+    }
+  }
+  // What a captured step launches: it names more sequences than come.
+  for (const int rows : {2, 8, 32}) shapes.push_back({1, 65536, rows, 32});
+  for (const int batch : {2, 8}) shapes.push_back({batch, 8192, 1, 32});
   for (const Shape& s : shapes) {
-    std::vector<int32_t> begin(s.batch + 1), context(s.batch, s.context);
-    for (int i = 0; i <= s.batch; ++i) begin[i] = i * s.rows;
+    const int named = std::max(s.batch, s.named);
+    std::vector<int32_t> begin(named + 1), context(named, s.context);
+    for (int i = 0; i <= named; ++i) begin[i] = std::min(i, s.batch) * s.rows;
     std::vector<uint64_t> bits(static_cast<size_t>(s.batch) * s.rows * kernels::kAncestorWords, 0);
     for (int b = 0; b < s.batch; ++b) {
       for (int i = 0; i < s.rows; ++i) {
@@ -56,10 +71,12 @@ void BenchVerifyAttention(Bench& bench) {
     args.q = MakeTensor(q, DType::kBF16, begin.back(), kHeads * kWidth);
     args.pool = MakeTensor(pool, DType::kBF16, kPoolSlots, kWidth);
     args.heads = kHeads, args.latent = kLatent, args.rope = kRope, args.scale = 0.1f;
-    args.sequences = s.batch;
+    args.sequences = named;
+    args.split_keys = s.split_keys;
+    args.max_sequence_rows = s.most_rows;
     args.row_begin = bench.Copy(begin);
     args.context_length = bench.Copy(context);
-    args.causal = bench.Copy(std::vector<uint8_t>(s.batch, 0));
+    args.causal = bench.Copy(std::vector<uint8_t>(named, 0));
     args.table_stride = s.context + s.rows;
     args.ancestor_bits = bench.Copy(bits);
     args.out = MakeTensor(out, DType::kBF16, begin.back(), kHeads * kLatent);
@@ -72,7 +89,10 @@ void BenchVerifyAttention(Bench& bench) {
     const double keys = static_cast<double>(s.batch) * s.context;
     bench.Report({"verify_attention",
                   "batch " + std::to_string(s.batch) + " context " + std::to_string(s.context) + " rows " +
-                      std::to_string(s.rows),
+                      std::to_string(s.rows) +
+                      (s.named > 0 ? " of " + std::to_string(s.named) + " sequences" : "") +
+                      (s.most_rows > 0 ? ", told so" : "") +
+                      (s.split_keys > 0 ? " split " + std::to_string(s.split_keys) : ""),
                   time, keys * kWidth * 2, keys * s.rows * kHeads * 2 * (kWidth + kLatent), 0});
   }
 }

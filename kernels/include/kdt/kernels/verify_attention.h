@@ -10,6 +10,9 @@
 // sees, so on the CPU a tree row gives the bits that plain decoding at its position gives.
 // Rows outside every sequence's range are padding: they are left as they are. A sequence may have no rows (row_begin does not
 // rise): a captured step names as many sequences as it may ever have.
+// On CUDA, row_begin, context_length, the slot table and committed rows are read before the kernels in front have finished: write
+// them by a copy, in an earlier graph, or in work the host has waited for. q and the sequences' own rows may come from the kernels
+// in front.
 //
 // Backend::VerifyAttentionReference takes the same arguments and gives the same result by the plainest means, in float32 and
 // slowly: what validate mode compares with. On CUDA: latent up to 1024, rope up to 128, both even, bf16. On the CPU it is the
@@ -36,6 +39,12 @@ struct VerifyAttentionArgs {
   int64_t table_stride;
   const uint64_t* ancestor_bits;    // [rows, kAncestorWords]; not read for causal sequences
   Tensor out;                       // [rows, heads * latent]
+  // For captured launches, whose sequences are not known yet. CUDA only; the CPU looks at the sequences themselves.
+  int64_t max_sequence_rows = 0;    // the most rows a sequence will have; 0: any number. A promise: longer ones are not attended
+  // 0: the keys of a sequence are cut so that all sequences of the launch fill the chip together, which depends on the others'
+  // lengths. > 0: cut after every split_keys keys (more where a table is longer than 512 of them), so that a sequence's bits
+  // depend on nothing but itself; costs what docs/kernels.md says.
+  int64_t split_keys = 0;
 };
 
 }  // namespace kdt::kernels
