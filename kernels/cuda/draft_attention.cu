@@ -220,6 +220,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) DraftKernel(const __grid_co
     }
   }
 
+  LaunchDependents();  // what is left is short
   const int64_t first =
       ((static_cast<int64_t>(sequence) * gridDim.x + blockIdx.x) * p.splits + split) * kRows + warp * 16;
 #pragma unroll
