@@ -34,6 +34,7 @@ void BenchVerifyAttention(Bench& bench) {
     int named = 0;       // sequences of the launch, the rest of them without rows; 0: no rest
     int split_keys = 0;  // splits of a sequence by its own length
     int most_rows = 0;   // what the launch is told of a sequence's rows
+    bool reference = false;
   };
   std::vector<Shape> shapes;
   for (const int context : {4096, 16384, 65536, 131072, 189440}) {
@@ -53,6 +54,9 @@ void BenchVerifyAttention(Bench& bench) {
   // What a captured step launches: it names more sequences than come.
   for (const int rows : {2, 8, 32}) shapes.push_back({1, 65536, rows, 32});
   for (const int batch : {2, 8}) shapes.push_back({batch, 8192, 1, 32});
+  for (const int context : {4096, 65536}) {
+    for (const int rows : {1, 8, 32}) shapes.push_back({1, context, rows, 0, 0, 0, true});
+  }
   for (const Shape& s : shapes) {
     const int named = std::max(s.batch, s.named);
     std::vector<int32_t> begin(named + 1), context(named, s.context);
@@ -84,10 +88,11 @@ void BenchVerifyAttention(Bench& bench) {
     const int64_t regions = std::max<int64_t>(1, kPoolSlots / used);
     const double time = bench.Median([&](int i) {
       args.slot_table = slots + i % regions * used;
-      return cuda::VerifyAttention(bench.launch(), args);
+      return s.reference ? cuda::VerifyAttentionReference(bench.launch(), args)
+                         : cuda::VerifyAttention(bench.launch(), args);
     });
     const double keys = static_cast<double>(s.batch) * s.context;
-    bench.Report({"verify_attention",
+    bench.Report({s.reference ? "verify_attention_reference" : "verify_attention",
                   "batch " + std::to_string(s.batch) + " context " + std::to_string(s.context) + " rows " +
                       std::to_string(s.rows) +
                       (s.named > 0 ? " of " + std::to_string(s.named) + " sequences" : "") +
