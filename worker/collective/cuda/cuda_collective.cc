@@ -23,6 +23,8 @@ constexpr int kEagerLooks = 200;
 constexpr unsigned long kTimerSlackNanos = 1000;
 constexpr absl::Duration kPause = absl::Microseconds(10);
 constexpr absl::Duration kLookForDead = absl::Milliseconds(50);
+constexpr int kLooksForEnded = 20;
+constexpr absl::Duration kBetweenLooks = absl::Milliseconds(10);
 constexpr int64_t kProbeValues = 20011;  // more than one block, and not a multiple of a vector
 
 // More rows than this the norm does better in a kernel of its own, a block a row.
@@ -259,6 +261,12 @@ absl::Status CudaCollective::FinishStream() {
       if (now >= deadline_) return GiveUp(true);
       if (nccl_ != nullptr) {
         if (const absl::Status error = nccl_->AsyncError(); !error.ok()) {
+          // Most often another process has just ended, and in a moment it can be named.
+          for (int i = 0; i < kLooksForEnded && segment_->State().ok(); ++i) {
+            absl::SleepFor(kBetweenLooks);
+            segment_->FindDead();
+          }
+          if (!segment_->State().ok()) return GiveUp(false);
           Abort();
           return error;
         }

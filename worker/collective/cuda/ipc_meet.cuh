@@ -80,14 +80,14 @@ __device__ __forceinline__ bool Meet(const IpcPeers& peers,
                                      uint32_t number) {
   const int peer = static_cast<int>(threadIdx.x);
   const bool timed = blockIdx.x == 0 && threadIdx.x == 0;
-  bool dead = false;
+  const bool waits = peer < peers.size && peer != peers.rank;
+  bool dead = waits && peers.local->dead != 0;  // on its way while the block comes together
   unsigned long long start = 0;
   __syncthreads();
   if (timed) start = Nanos();
-  if (peer < peers.size && peer != peers.rank) {
+  if (waits) {
     StoreRelease(&(FlagsOf(peers, peer)->*flags)[blockIdx.x][peers.rank], number);
     const uint32_t* flag = &(FlagsOf(peers, peers.rank)->*flags)[blockIdx.x][peer];
-    dead = peers.local->dead != 0;
     // The difference, so that a number that has wrapped around does not matter. The other may be one ahead.
     for (int looks = 1; !dead && static_cast<int32_t>(LoadAcquire(flag) - number) < 0; ++looks) {
       if (looks % kLooksPerAbortLook != 0) continue;

@@ -51,14 +51,14 @@ class MpsDaemon {
 
 Placement PlacementFor(int ranks) {
   static const int devices = CountDevices();
-  if (devices == 0) return {false, false, "no GPU"};
-  if (ranks <= devices) return {true, true, ""};
+  if (devices == 0) return {false, Gpus::kShared, "no GPU"};
+  if (ranks <= devices) return {true, Gpus::kOwn, ""};
   static const MpsDaemon mps;
-  if (!mps.runs()) return {false, false, "fewer GPUs than ranks, and no MPS daemon could be started"};
-  return {true, false, ""};
+  if (!mps.runs()) return {false, Gpus::kShared, "fewer GPUs than ranks, and no MPS daemon could be started"};
+  return {true, Gpus::kShared, ""};
 }
 
-std::vector<std::string> RunRanks(int ranks, bool own_gpu, CollectiveKind kind,
+std::vector<std::string> RunRanks(int ranks, Gpus gpus, CollectiveKind kind,
                                   const std::function<std::string(const RankSetup&)>& body) {
   static int counter = 0;
   const std::string id = "cuda-test-" + std::to_string(getpid()) + "-" + std::to_string(++counter);
@@ -73,10 +73,11 @@ std::vector<std::string> RunRanks(int ranks, bool own_gpu, CollectiveKind kind,
       continue;
     }
     alarm(kRankSeconds);
-    RankSetup setup{rank, ranks, {id, rank, ranks, kind}};
+    if (gpus == Gpus::kOwnOnly) setenv("CUDA_VISIBLE_DEVICES", std::to_string(rank).c_str(), 1);
+    RankSetup setup{rank, ranks, gpus == Gpus::kOwn ? rank : 0, {id, rank, ranks, kind}};
     setup.options.buffer_bytes = size_t{1} << 20;
     std::string text = "no stream";
-    if (cudaSetDevice(own_gpu ? rank : 0) == cudaSuccess &&
+    if (cudaSetDevice(setup.device) == cudaSuccess &&
         cudaStreamCreateWithFlags(&setup.options.stream, cudaStreamNonBlocking) == cudaSuccess) {
       text = body(setup);
     }

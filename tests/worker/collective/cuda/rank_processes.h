@@ -11,9 +11,14 @@ namespace kdt {
 
 // Where the ranks of a test can run: each on a GPU of its own when there are enough, else all on GPU 0 under
 // an MPS daemon that this starts for the program's life. Not at all: `reason` says why.
+enum class Gpus {
+  kShared,   // all on GPU 0
+  kOwn,      // rank r on GPU r
+  kOwnOnly,  // and no other GPU is visible to it
+};
 struct Placement {
   bool possible = false;
-  bool own_gpu = false;
+  Gpus gpus = Gpus::kShared;
   std::string reason;
 };
 Placement PlacementFor(int ranks);
@@ -21,12 +26,13 @@ Placement PlacementFor(int ranks);
 struct RankSetup {
   int rank;
   int size;
+  int device;                     // that the process is bound to
   CudaCollectiveOptions options;  // with a stream of the rank's device
 };
 
 // Runs body in `ranks` processes; it returns what is to be told: "" when all is well. A process that is
 // killed tells "killed". None runs longer than a minute.
-std::vector<std::string> RunRanks(int ranks, bool own_gpu, CollectiveKind kind,
+std::vector<std::string> RunRanks(int ranks, Gpus gpus, CollectiveKind kind,
                                   const std::function<std::string(const RankSetup&)>& body);
 
 }  // namespace kdt
