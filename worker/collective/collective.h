@@ -30,8 +30,9 @@ class Collective {
   // x: f32 or bf16 [rows, cols], stride == cols.
   virtual absl::Status AllReduceSum(const kernels::Tensor& x) = 0;
 
-  // AllReduceSum(norm.x), then the backend's RmsNorm(norm), which adds it to norm.residual: what stands behind
-  // every half of a layer. What norm.x holds afterwards is undefined, so that a group may do both in one kernel.
+  // AllReduceSum(norm.x), then the backend's RmsNorm(norm), which adds it to norm.residual: what stands
+  // behind every half of a layer. What norm.x holds afterwards is undefined, so that a group may do both in
+  // one kernel.
   virtual absl::Status AllReduceNorm(kernels::Backend& backend, const kernels::RmsNormArgs& norm) {
     const absl::Status status = AllReduceSum(norm.x);
     return status.ok() ? backend.RmsNorm(norm) : status;
@@ -60,7 +61,8 @@ class Collective {
   // the end of an epoch; so does the destructor.
   virtual void Abort() = 0;
 
-  // Nanoseconds spent waiting for other ranks since start.
+  // Nanoseconds spent waiting for other ranks since start; on CUDA as of the last all-gather or broadcast, 0
+  // where it is not known (nccl).
   virtual int64_t wait_ns() const = 0;
 };
 
