@@ -7,8 +7,8 @@
 namespace kdt::cuda {
 namespace {
 
-template <typename T>
-__global__ void EmbeddingKernel(const int32_t* ids, int64_t begin, const bf16* table, int64_t vocab,
+template <typename T, typename W>
+__global__ void EmbeddingKernel(const int32_t* ids, int64_t begin, const W* table, int64_t vocab,
                                 int64_t table_stride, int64_t hidden, T* out, int64_t out_stride,
                                 bool in_chunks) {
   // In this order: what was written before an embedding may be read by all later kernels as they start (launch.cuh).
@@ -36,10 +36,13 @@ cudaError_t Embedding(const Launch& launch, const kernels::EmbeddingArgs& args) 
   if (args.out.rows == 0) return cudaSuccess;
   return ByType(args.out.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    return LaunchAfter(launch, EmbeddingKernel<T>, dim3(static_cast<unsigned>(args.out.rows)), 512, 0,
-                       args.token_ids, args.vocab_begin, Data<bf16>(args.table), args.table.rows,
-                       args.table.stride, args.out.cols, Data<T>(args.out), args.out.stride,
-                       InChunks(args.table) && InChunks(args.out));
+    return ByType(args.table.dtype, [&](auto* u) {
+      using W = std::remove_pointer_t<decltype(u)>;
+      return LaunchAfter(launch, EmbeddingKernel<T, W>, dim3(static_cast<unsigned>(args.out.rows)), 512, 0,
+                         args.token_ids, args.vocab_begin, Data<W>(args.table), args.table.rows,
+                         args.table.stride, args.out.cols, Data<T>(args.out), args.out.stride,
+                         InChunks(args.table) && InChunks(args.out));
+    });
   });
 }
 

@@ -13,7 +13,7 @@ namespace kdt::testing {
 
 inline absl::StatusOr<std::unique_ptr<kernels::Backend>> MakeGpu() {
   kernels::CudaBackendOptions options;
-  options.workspace_bytes = size_t{64} << 20;  // tiny models
+  options.workspace_bytes = size_t{256} << 20;  // tiny models, several ranks
   return kernels::MakeCudaBackend(options);
 }
 

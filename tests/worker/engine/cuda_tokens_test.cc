@@ -173,4 +173,72 @@ TEST_CASE("cuda: speculation changes a token only where the choice is close") {
   CHECK(found.largest_gap <= kTreeGap);
 }
 
+TEST_CASE("cuda: many sequences in a step, prompts and decoding mixed, near the CPU's values") {
+  KDT_NEED_GPU();
+  // How a step's shapes come about must not matter.
+  const auto [mode, name] = GENERATE(table<StepMode, const char*>(
+      {{StepMode::kExact, "exact"}, {StepMode::kEager, "padded"}, {StepMode::kAuto, "graphs"}}));
+  const int sequences = GENERATE(3, 8);
+  CAPTURE(name, sequences);
+  std::vector<std::vector<double>> values(2);
+  for (const bool gpu : {false, true}) {
+    EngineOptions options = ShippedOptions(gpu ? kernels::DType::kBF16 : kernels::DType::kF32);
+    options.max_rows = 1024;
+    if (gpu) options.step_mode = mode;
+    auto group = gpu ? EngineGroup::Start(options, 1, nullptr, MakeGpu) : EngineGroup::Start(options, 1);
+    INFO(group.status());
+    REQUIRE(group.ok());
+    // The first half comes as whole prompts, the second while the first decodes; all along the same tokens.
+    const auto token = [](int i, int64_t position) {
+      return static_cast<int32_t>((97 * i + 31 * position * (i + 2)) % 3000 + 50);
+    };
+    std::vector<int64_t> length(sequences, 0);
+    for (int step = 0; step < 12; ++step) {
+      v1::StepRequest request;
+      for (int i = 0; i < sequences; ++i) {
+        if (step != (i % 2 == 0 ? 0 : 4)) continue;
+        std::vector<int32_t> prompt;
+        for (int64_t p = 0; p < 40 + 23 * i; ++p) prompt.push_back(token(i, p));
+        AddCreate(&request, i + 1, Greedy(prompt.size()));
+        v1::PrefillChunk* chunk = AddChunk(&request, i + 1, 0, prompt);
+        chunk->set_sample(true);
+        chunk->set_prompt_logprobs(1);
+        chunk->set_draft_top_k(kDraftTop);
+      }
+      for (int i = 0; i < sequences; ++i) {
+        if (length[i] == 0) continue;
+        AddTree(&request, i + 1, static_cast<uint32_t>(length[i]), {token(i, length[i])}, {})
+            ->set_draft_top_k(kDraftTop);
+      }
+      const auto response = (*group)->Step(request);
+      INFO(response.status());
+      REQUIRE(response.ok());
+      for (const v1::SequenceResult& result : response->results()) {
+        INFO(result.error());
+        REQUIRE(result.error().empty());
+        const auto i = static_cast<int>(result.sequence_id()) - 1;
+        for (const auto& logprobs : result.prompt_logprobs())
+          values[gpu].push_back(logprobs.top(0).logprob());
+        for (const auto& logprobs : result.logprobs()) values[gpu].push_back(logprobs.top(0).logprob());
+        length[i] += length[i] == 0 ? 40 + 23 * i : 1;
+      }
+    }
+  }
+  REQUIRE(values[0].size() == values[1].size());
+  std::vector<double> errors;
+  for (size_t i = 0; i < values[0].size(); ++i) errors.push_back(std::abs(values[0][i] - values[1][i]));
+  const auto worst = std::max_element(errors.begin(), errors.end()) - errors.begin();
+  const auto beyond = std::count_if(errors.begin(), errors.end(), [](double e) { return e > 0.25; });
+  const auto first =
+      std::find_if(errors.begin(), errors.end(), [](double e) { return e > 0.25; }) - errors.begin();
+  const double largest = errors[worst];
+  std::sort(errors.begin(), errors.end());
+  std::printf(
+      "%s, %d sequences: %zu values, median %.4f, largest %.4f (value %ld), %ld above 0.25, first %ld\n",
+      name, sequences, errors.size(), errors[errors.size() / 2], largest, static_cast<long>(worst),
+      static_cast<long>(beyond), static_cast<long>(first));
+  CHECK(errors[errors.size() / 2] < 0.02);
+  CHECK(static_cast<double>(beyond) <= 0.01 * static_cast<double>(errors.size()));
+}
+
 }  // namespace kdt::testing
