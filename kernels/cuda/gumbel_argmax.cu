@@ -1,5 +1,6 @@
-// One block a row. Built without contraction of products and sums (CMakeLists.txt): the noise and the choice
-// are the CPU's, bit for bit.
+// The vocabulary of a row is shared by a few blocks, the last of which compares what they found. Built
+// without contraction of products and sums (CMakeLists.txt): the noise and the choice are the CPU's, bit for
+// bit.
 #include "common/rng.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/types.cuh"
@@ -8,23 +9,32 @@
 namespace kdt::cuda {
 namespace {
 
-__global__ void __launch_bounds__(1024)
-    GumbelKernel(const float* logits, int64_t stride, int64_t vocab, int64_t vocab_begin,
-                 const float* temperature, const uint64_t* seed, const int64_t* position, int32_t* id,
-                 float* value, int32_t* bad) {
+constexpr int kThreads = 512;
+constexpr int64_t kManyRows = 64;  // from here on a block a row fills the chip
+constexpr int kParts = 8;          // blocks a row below
+
+struct Found {
+  Best best;
+  int finite;
+};
+
+__global__ void __launch_bounds__(kThreads)
+    GumbelKernel(const __grid_constant__ kernels::GumbelArgmaxArgs args, Found* found, unsigned* counters) {
   __shared__ Best shared[32];
   LaunchDependents();
   WaitForPrevious();
-  logits += blockIdx.x * stride;
-  const float t = temperature[blockIdx.x];
+  const float* logits = static_cast<const float*>(args.logits.data) + blockIdx.x * args.logits.stride;
+  const int64_t vocab = args.logits.cols, vocab_begin = args.vocab_begin;
+  const float t = args.temperature[blockIdx.x];
   const bool noisy = t > 0.0f;
   const float inverse = noisy ? __fdiv_rn(1.0f, t) : 1.0f;
-  const uint64_t key = seed[blockIdx.x], at = static_cast<uint64_t>(position[blockIdx.x]);
+  const uint64_t key = args.seed[blockIdx.x], at = static_cast<uint64_t>(args.position[blockIdx.x]);
   const int64_t end = vocab_begin + vocab;
   Best best{-INFINITY, -1};
   bool finite = true;
   // Four tokens share one block of random words.
-  for (int64_t group = vocab_begin / 4 + threadIdx.x; group * 4 < end; group += blockDim.x) {
+  for (int64_t group = vocab_begin / 4 + blockIdx.y * kThreads + threadIdx.x; group * 4 < end;
+       group += gridDim.y * kThreads) {
     PhiloxBlock words{};
     if (noisy) words = NoiseWords(key, at, static_cast<uint32_t>(group));
 #pragma unroll
@@ -39,20 +49,35 @@ __global__ void __launch_bounds__(1024)
   }
   best = BlockBest(best, shared);
   finite = __syncthreads_and(finite);
-  if (threadIdx.x == 0) {
-    id[blockIdx.x] = best.index;
-    value[blockIdx.x] = best.index < 0 ? -INFINITY : best.value;
-    if (bad != nullptr) bad[blockIdx.x] = finite ? 0 : 1;
+  if (threadIdx.x != 0) return;
+  if (gridDim.y > 1) {
+    Found* const mine = found + blockIdx.x * gridDim.y;
+    mine[blockIdx.y] = {best, finite ? 1 : 0};
+    __threadfence();
+    if (atomicAdd(counters + blockIdx.x, 1u) != gridDim.y - 1) return;
+    counters[blockIdx.x] = 0;
+    __threadfence();
+    best = {0.0f, -1};
+    for (unsigned i = 0; i < gridDim.y; ++i) {
+      const volatile Found& other = mine[i];
+      best = Better(best, {other.best.value, other.best.index});
+      finite = finite && other.finite != 0;
+    }
   }
+  args.id[blockIdx.x] = best.index;
+  args.value[blockIdx.x] = best.index < 0 ? -INFINITY : best.value;
+  if (args.bad != nullptr) args.bad[blockIdx.x] = finite ? 0 : 1;
 }
 
 }  // namespace
 
 cudaError_t GumbelArgmax(const Launch& launch, const kernels::GumbelArgmaxArgs& args) {
   if (args.logits.rows == 0) return cudaSuccess;
-  return LaunchAfter(launch, GumbelKernel, dim3(static_cast<unsigned>(args.logits.rows)), 1024, 0,
-                     Data<float>(args.logits), args.logits.stride, args.logits.cols, args.vocab_begin,
-                     args.temperature, args.seed, args.position, args.id, args.value, args.bad);
+  const int parts = args.logits.rows < kManyRows ? kParts : 1;
+  static_assert(kManyRows <= kCounters);
+  if (args.logits.rows * parts * sizeof(Found) > launch.workspace_bytes) return cudaErrorInvalidValue;
+  return LaunchAfter(launch, GumbelKernel, dim3(static_cast<unsigned>(args.logits.rows), parts), kThreads, 0,
+                     args, static_cast<Found*>(launch.workspace), launch.counters);
 }
 
 }  // namespace kdt::cuda
