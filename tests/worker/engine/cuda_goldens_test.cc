@@ -1,10 +1,10 @@
 // The CUDA engine against the float32 references of tests/goldens.
 //
 // Tolerances: activations and KV rows are bf16, a relative error of 2^-9 a rounding. A row goes through about
-// a dozen roundings a layer, which comes to one hundredth of its residual stream a layer and to a twentieth
-// in the log-probabilities of the best five. Where two experts score almost the same the rounding decides
-// between them, and in a model of random weights the other expert gives another row altogether: such rows are
-// counted.
+// a dozen roundings a layer, which comes to one hundredth of its residual stream a layer and to a tenth
+// in the worst of the best five log-probabilities. Where two experts score almost the same the rounding
+// decides between them, and in a model of random weights the other expert gives another row altogether: such
+// rows are counted.
 #include <algorithm>
 #include <cmath>
 #include <map>

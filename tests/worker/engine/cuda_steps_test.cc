@@ -221,6 +221,54 @@ TEST_CASE("cuda: a full pool is refused and nothing is lost; the context ends wh
   CHECK(go_on() == expected);
 }
 
+TEST_CASE("cuda: a sequence that is moved between steps goes on with the same bits") {
+  KDT_NEED_GPU();
+  constexpr uint64_t kFillers = 12;
+  constexpr uint32_t kPrompt = 4, kSteps = 36;
+  // Everything drawn and drafted for sequence 1; it grows through the holes that its neighbours leave.
+  const auto run = [&](int64_t slots, uint64_t* moved) {
+    EngineOptions options = CudaOptions(true);
+    options.kv_slots = slots;
+    options.strict = true;
+    const auto group = Start(options);
+    const auto create = [&](v1::StepRequest* request, uint64_t id) {
+      v1::CreateSequence* sequence = request->add_ops()->mutable_create();
+      sequence->set_sequence_id(id);
+      sequence->set_expected_tokens(kPrompt);
+      *sequence->mutable_sampling() = Sampling(kPrompt, 2 * id + 1);
+      return AddChunk(request, id, 0, {static_cast<int32_t>(id), 7, 8, 9});
+    };
+    v1::StepRequest start;
+    v1::PrefillChunk* chunk = create(&start, 1);
+    chunk->set_sample(true);
+    chunk->set_draft_top_k(2);
+    for (uint64_t id = 2; id < 2 + kFillers; ++id) create(&start, id);
+    auto response = group->Step(start);
+    std::string seen;
+    for (uint32_t step = 0; step <= kSteps; ++step) {
+      INFO(response.status());
+      REQUIRE(response.ok());
+      seen += response->results(0).SerializeAsString();
+      *moved = response->pool().moved_bytes();
+      if (step == kSteps) break;
+      v1::StepRequest decode;
+      for (uint64_t id = 2; id < 2 + kFillers; ++id) {
+        if (step == (id % 2 == 0 ? 0 : kSteps / 2)) AddFree(&decode, id);
+      }
+      AddTree(&decode, 1, kPrompt + step, {static_cast<int32_t>(response->results(0).tokens(0))}, {})
+          ->set_draft_top_k(2);
+      response = group->Step(decode);
+    }
+    return seen;
+  };
+  uint64_t moved = 0;
+  const std::string roomy = run(2048, &moved);
+  CHECK(moved == 0);
+  const std::string tight = run((kFillers + 1) * kPrompt + 2, &moved);
+  CHECK(moved > 0);
+  CHECK(tight == roomy);
+}
+
 TEST_CASE("cuda: ten thousand steps take no more memory of the device") {
   KDT_NEED_GPU();
   EngineOptions options = CudaOptions(true);

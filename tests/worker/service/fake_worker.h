@@ -33,10 +33,12 @@ inline absl::Status ReduceOnce(Collective& collective, const v1::StepRequest& re
 
 class FakeEngine : public Engine {
  public:
-  explicit FakeEngine(StepBehaviour behaviour) : behaviour_(std::move(behaviour)) {}
+  // `start`: what every StartEpoch comes to.
+  explicit FakeEngine(StepBehaviour behaviour, absl::Status start = absl::OkStatus())
+      : behaviour_(std::move(behaviour)), start_(std::move(start)) {}
   absl::Status StartEpoch(Collective* collective) override {
     collective_ = collective;
-    return absl::OkStatus();
+    return start_;
   }
   absl::Status Step(const v1::StepRequest& request, v1::StepResponse* response) override {
     return behaviour_(*collective_, request, response);
@@ -45,6 +47,7 @@ class FakeEngine : public Engine {
 
  private:
   StepBehaviour behaviour_;
+  absl::Status start_;
   Collective* collective_ = nullptr;
 };
 

@@ -98,6 +98,16 @@ TEST_CASE("a join request with a field out of range is refused by name", "[servi
   CHECK(worker.Epoch() == 5);
 }
 
+TEST_CASE("an epoch that the engine cannot start is the join's error", "[service]") {
+  FakeWorker worker(0, 1, ReduceOnce, false);
+  worker.engine().SetEngine(std::make_unique<FakeEngine>(
+      ReduceOnce, absl::InternalError("graph of forward for 8 rows: capture: gemm")));
+  const grpc::Status joined = worker.Join(1, "x");
+  CHECK(joined.error_code() == grpc::StatusCode::INTERNAL);
+  CHECK(joined.error_message().find("capture: gemm") != std::string::npos);
+  CHECK(worker.Epoch() == 0);
+}
+
 TEST_CASE("steps are answered in the order of the requests, also when many wait", "[service]") {
   FakeWorker worker(0, 1);
   REQUIRE(worker.Join(3, "x").ok());
