@@ -78,6 +78,8 @@ void Compare(const std::vector<PlannedRequest>& requests, const std::vector<Stre
     const Stream& got = subject[i];
     ++out->requests;
     out->rounds += got.rounds;
+    out->drafted += got.drafted;
+    out->accepted += got.accepted;
     if (!got.error.empty()) {
       out->errors.push_back(absl::StrCat("request ", i, ": ", got.error));
       continue;

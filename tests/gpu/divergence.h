@@ -32,7 +32,10 @@ using Probe = std::function<std::optional<double>(const std::vector<uint32_t>& p
 struct Comparison {
   uint64_t requests = 0;
   uint64_t tokens = 0;  // compared: up to the first difference of each request, that one included
-  uint64_t rounds = 0;  // verify steps that the compared streams took
+  uint64_t rounds =
+      0;  // verify steps that the compared streams took, their drafted nodes, and what was accepted
+  uint64_t drafted = 0;
+  uint64_t accepted = 0;
   std::vector<Divergence> divergences;
   std::vector<std::string> errors;        // streams that failed or have the wrong length
   std::vector<double> logprob_errors;     // |reference - subject| of the same token, where both told it

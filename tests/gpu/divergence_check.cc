@@ -36,9 +36,11 @@ nlohmann::json Report(const std::string& name, const Comparison& comparison, dou
                                              : 1e4 * static_cast<double>(comparison.divergences.size()) /
                                                    static_cast<double>(comparison.tokens);
   const size_t beyond = comparison.Beyond(tolerance);
-  std::printf("%-22s %9llu %8zu %10.1f %11.4f %7zu %7zu\n", name.c_str(),
+  std::printf("%-22s %9llu %8zu %10.1f %11.4f %7zu %7zu %8llu %8llu\n", name.c_str(),
               static_cast<unsigned long long>(comparison.tokens), comparison.divergences.size(), rate,
-              comparison.LargestGap(), beyond, comparison.errors.size());
+              comparison.LargestGap(), beyond, comparison.errors.size(),
+              static_cast<unsigned long long>(comparison.drafted),
+              static_cast<unsigned long long>(comparison.accepted));
   std::fflush(stdout);
   nlohmann::json gaps = nlohmann::json::array();
   for (const Divergence& d : comparison.divergences) {
@@ -57,6 +59,8 @@ nlohmann::json Report(const std::string& name, const Comparison& comparison, dou
           {"requests", comparison.requests},
           {"tokens", comparison.tokens},
           {"rounds", comparison.rounds},
+          {"drafted", comparison.drafted},
+          {"accepted", comparison.accepted},
           {"divergences", comparison.divergences.size()},
           {"per_10000_tokens", rate},
           {"largest_gap", comparison.LargestGap()},
@@ -94,6 +98,11 @@ nlohmann::json CheckDivergence(const CheckOptions& options, const Reference& ref
     nlohmann::json report = Report("tp " + std::to_string(options.subject.tp) + ", " + setting.name,
                                    comparison, options.tolerance, &result["failures"]);
     report["seconds"] = seconds;
+    // Trees that never bring anything are a broken drafter, whatever the tokens are.
+    if (!options.subject.drafter.empty() && setting.name != "off" &&
+        comparison.accepted * 10 < comparison.tokens) {
+      result["failures"].push_back(setting.name + ": too few drafted tokens are accepted");
+    }
     result["settings"].push_back(std::move(report));
   }
   result["ok"] = result["failures"].empty();

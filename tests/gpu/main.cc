@@ -90,8 +90,8 @@ int Run() {
                             {"tolerance", options.tolerance},
                             {"subject", absl::GetFlag(FLAGS_subject)},
                             {"reference", absl::GetFlag(FLAGS_reference)}};
-  std::printf("%-22s %9s %8s %10s %11s %7s %7s\n", "", "tokens", "diverged", "per 10,000", "largest gap",
-              "beyond", "errors");
+  std::printf("%-22s %9s %8s %10s %11s %7s %7s %8s %8s\n", "", "tokens", "diverged", "per 10,000",
+              "largest gap", "beyond", "errors", "drafted", "accepted");
   for (absl::string_view tp : absl::StrSplit(absl::GetFlag(FLAGS_tps), ',')) {
     if (!absl::SimpleAtoi(tp, &options.subject.tp)) return Fail(absl::StrCat("--tps: \"", tp, "\""));
     options.subject.flags = Words(absl::GetFlag(FLAGS_subject));

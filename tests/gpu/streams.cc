@@ -15,6 +15,7 @@ namespace kdt::testing {
 namespace {
 
 constexpr size_t kMaxPromptTokens = 160;
+constexpr uint32_t kChainBudget = 7;
 
 absl::Status FromGrpc(const grpc::Status& status) {
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
@@ -67,7 +68,10 @@ Stream RunOne(v1::Generation::Stub& stub, const v1::GenerateRequest& request, st
   while (reader->Read(&response)) {
     if (response.has_complete()) {
       complete = true;
-      stream.rounds = response.complete().speculation().rounds();
+      const v1::SpeculationStats& speculation = response.complete().speculation();
+      stream.rounds = speculation.rounds();
+      stream.drafted = speculation.drafted_nodes();
+      stream.accepted = speculation.accepted_tokens();
       continue;
     }
     const v1::Chunk& chunk = response.chunk();
@@ -95,6 +99,7 @@ absl::StatusOr<Speculation> ParseSpeculation(const std::string& name) {
     speculation.params.set_mode(v1::SpeculationParams::OFF);
   } else if (name == "chain") {
     speculation.params.set_mode(v1::SpeculationParams::CHAIN);
+    speculation.params.set_budget(kChainBudget);  // or what pays might be nothing
   } else if (name == "auto") {
     speculation.params.set_mode(v1::SpeculationParams::DEFAULT);
   } else if (absl::ConsumePrefix(&rest, "tree ") && absl::SimpleAtoi(rest, &budget)) {

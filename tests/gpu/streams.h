@@ -21,7 +21,9 @@ struct Stream {
   std::vector<uint32_t> tokens;
   std::vector<v1::PositionLogprobs> logprobs;  // where they were asked for
   std::string error;                           // not empty: how the stream ended instead of with Complete
-  uint32_t rounds = 0;
+  uint32_t rounds = 0;                         // verify steps
+  uint32_t drafted = 0;                        // nodes verified, roots not counted
+  uint32_t accepted = 0;                       // of them
 };
 
 struct Speculation {
