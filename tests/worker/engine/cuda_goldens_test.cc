@@ -42,8 +42,11 @@ TEST_CASE("cuda: the target gives the reference's log-probabilities and tokens")
   KDT_NEED_GPU();
   const Goldens goldens = LoadGoldens("target");
   const int tp = GENERATE(1, 2, 4);
-  CAPTURE(tp);
-  auto group = EngineGroup::Start(CudaOptions(false), tp, nullptr, MakeGpu);
+  const bool whole_experts = GENERATE(false, true);
+  CAPTURE(tp, whole_experts);
+  EngineOptions options = CudaOptions(false);
+  if (whole_experts) options.moe_sharding = MoeSharding::kExpert;
+  auto group = EngineGroup::Start(options, tp, nullptr, MakeGpu);
   INFO(group.status());
   REQUIRE(group.ok());
   std::vector<double> errors;
