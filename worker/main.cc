@@ -282,6 +282,7 @@ int main(int argc, char** argv) {
   if (const absl::Status status = kdt::InitLogging(name, absl::GetFlag(FLAGS_log_level)); !status.ok()) {
     return kdt::Fail(status.message());
   }
+  kdt::PrepareCollectives();
   // Blocked before any thread starts, so that only the main thread's sigwait gets them.
   sigset_t signals;
   sigemptyset(&signals);

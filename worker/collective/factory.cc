@@ -16,6 +16,12 @@ constexpr size_t kIpcBufferBytes = size_t{8} << 20;
 
 }  // namespace
 
+void PrepareCollectives() {
+#ifdef KDT_HAVE_CUDA
+  SetNcclDefaults();
+#endif
+}
+
 absl::StatusOr<std::unique_ptr<Collective>> MakeCollective(const GroupPlace& place, CollectiveKind kind,
                                                            kernels::Backend& backend) {
 #ifdef KDT_HAVE_CUDA

@@ -21,6 +21,10 @@ struct GroupPlace {
   const std::atomic<bool>* cancelled = nullptr;  // may be null; lives as long as the collective
 };
 
+// Before the process starts its first thread: what the libraries behind a collective read from the
+// environment.
+void PrepareCollectives();
+
 // Errors as MakeShmCollective and CudaCollective::Make. `kind` is one that ParseCollectiveKind takes for the
 // backend.
 absl::StatusOr<std::unique_ptr<Collective>> MakeCollective(const GroupPlace& place, CollectiveKind kind,

@@ -20,7 +20,7 @@ namespace {
 
 // How long the end of this object waits for NCCL to give a communicator up.
 constexpr absl::Duration kAbortLimit = absl::Seconds(5);
-constexpr absl::Duration kPoll = absl::Microseconds(50);
+constexpr absl::Duration kPoll = absl::Milliseconds(20);
 
 class Comm : public NcclComm {
  public:
@@ -33,19 +33,36 @@ class Comm : public NcclComm {
     }
   }
 
-  absl::Status Init(const ncclUniqueId& id, HostExchange& exchange) {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;  // so that a rank that does not come can be given up
-    const ncclResult_t result =
-        nccl_->CommInitRankConfig(&comm_, exchange.size(), id, exchange.rank(), &config);
-    if (result != ncclSuccess && result != ncclInProgress) {
-      return nccl_->ToStatus(result, nullptr, "ncclCommInitRankConfig");
+  // The call waits for all ranks and cannot be interrupted, so it has a thread of its own, which outlives a
+  // caller that gives up.
+  absl::Status Init(const ncclUniqueId& id, HostExchange& exchange, int device) {
+    const auto start = std::make_shared<Start>();
+    std::thread([start, nccl = nccl_, id, device, ranks = exchange.size(), rank = exchange.rank()] {
+      ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+      ncclComm_t comm = nullptr;
+      absl::Status status = KDT_CUDA_STATUS(cudaSetDevice(device));
+      if (status.ok()) {
+        status = nccl->ToStatus(nccl->CommInitRankConfig(&comm, ranks, id, rank, &config), nullptr,
+                                "ncclCommInitRankConfig");
+      }
+      const std::lock_guard<std::mutex> lock(start->mutex);
+      if (start->given_up && comm != nullptr) (void)nccl->CommAbort(comm);
+      start->comm = comm;
+      start->status = status;
+      start->done.Notify();
+    }).detach();
+    while (!start->done.WaitForNotificationWithTimeout(kPoll)) {
+      absl::Status over = exchange.segment().State();
+      if (over.ok() && absl::Now() >= exchange.deadline()) {
+        over = absl::DeadlineExceededError("nccl: the ranks did not connect in time");
+      }
+      const std::lock_guard<std::mutex> lock(start->mutex);
+      if (over.ok() || start->done.HasBeenNotified()) continue;
+      start->given_up = true;
+      return over;
     }
-    return Settle("ncclCommInitRankConfig", [&]() -> absl::Status {
-      KDT_RETURN_IF_ERROR(exchange.segment().State());
-      if (absl::Now() < exchange.deadline()) return absl::OkStatus();
-      return absl::DeadlineExceededError("nccl: the ranks did not connect in time");
-    });
+    comm_ = start->comm;
+    return start->status;
   }
 
   absl::Status AllReduce(void* x, kernels::DType type, int64_t count) override {
@@ -68,7 +85,6 @@ class Comm : public NcclComm {
     ncclResult_t state = ncclSuccess;
     KDT_RETURN_IF_ERROR(
         nccl_->ToStatus(nccl_->CommGetAsyncError(comm_, &state), comm_, "ncclCommGetAsyncError"));
-    if (state == ncclInProgress) return absl::OkStatus();
     return nccl_->ToStatus(state, comm_, "asynchronous error");
   }
 
@@ -85,28 +101,19 @@ class Comm : public NcclComm {
   }
 
  private:
-  // Until the call in progress is over.
-  template <typename Check>
-  absl::Status Settle(const char* call, Check check) {
-    while (true) {
-      ncclResult_t state = ncclSuccess;
-      KDT_RETURN_IF_ERROR(
-          nccl_->ToStatus(nccl_->CommGetAsyncError(comm_, &state), comm_, "ncclCommGetAsyncError"));
-      if (state != ncclInProgress) return nccl_->ToStatus(state, comm_, call);
-      KDT_RETURN_IF_ERROR(check());
-      absl::SleepFor(kPoll);
-    }
-  }
+  struct Start {
+    std::mutex mutex;
+    absl::Notification done;
+    bool given_up = false;
+    ncclComm_t comm = nullptr;
+    absl::Status status;
+  };
 
   template <typename F>
   absl::Status Call(const char* call, F f) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (comm_ == nullptr) return absl::CancelledError("nccl: the communicator was given up");
-    const ncclResult_t result = f();
-    if (result == ncclInProgress) {
-      return Settle(call, [] { return absl::OkStatus(); });
-    }
-    return nccl_->ToStatus(result, comm_, call);
+    return nccl_->ToStatus(f(), comm_, call);
   }
 
   const NcclLibrary* nccl_;
@@ -133,11 +140,15 @@ absl::Status CheckDevices(HostExchange& exchange, int device) {
 
 }  // namespace
 
+void SetNcclDefaults() {
+  setenv("NCCL_NVLS_ENABLE", "0", 0);
+  setenv("NCCL_RUNTIME_CONNECT", "0", 0);
+}
+
 absl::StatusOr<std::unique_ptr<NcclComm>> NcclComm::Make(HostExchange& exchange, int device,
                                                          cudaStream_t stream) {
   KDT_RETURN_IF_ERROR(CheckDevices(exchange, device));
-  setenv("NCCL_NVLS_ENABLE", "0", 0);
-  setenv("NCCL_RUNTIME_CONNECT", "0", 0);
+  SetNcclDefaults();
   const absl::StatusOr<const NcclLibrary*> nccl = NcclLibrary::Get();
   KDT_RETURN_IF_ERROR(exchange.Agree(nccl.status()));
   ncclUniqueId id{};
@@ -146,7 +157,7 @@ absl::StatusOr<std::unique_ptr<NcclComm>> NcclComm::Make(HostExchange& exchange,
   KDT_RETURN_IF_ERROR(exchange.Agree(made));
   KDT_ASSIGN_OR_RETURN(const std::vector<ncclUniqueId> ids, exchange.Gather(id));
   auto comm = std::make_unique<Comm>(*nccl, stream);
-  KDT_RETURN_IF_ERROR(exchange.Agree(comm->Init(ids[0], exchange)));
+  KDT_RETURN_IF_ERROR(exchange.Agree(comm->Init(ids[0], exchange, device)));
   return comm;
 }
 

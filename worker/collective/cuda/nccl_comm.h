@@ -18,6 +18,10 @@
 
 namespace kdt {
 
+// Sets those two variables where they are not set. Once before the process has threads: others may read the
+// environment at the same time otherwise.
+void SetNcclDefaults();
+
 class NcclComm {
  public:
   // Called by all ranks; the id goes over the exchange. Succeeds on all or fails on all with the same error:

@@ -3,6 +3,8 @@
 
 namespace kdt {
 
+void SetNcclDefaults() {}
+
 absl::StatusOr<std::unique_ptr<NcclComm>> NcclComm::Make(HostExchange&, int, cudaStream_t) {
   return absl::UnimplementedError("nccl: this build has no NCCL (KDT_NCCL)");
 }
