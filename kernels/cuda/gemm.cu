@@ -12,7 +12,8 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int kMaxSplits = 16;
+constexpr int kTileOuts = 32;  // of a block
+constexpr int kMaxSplits = 8;
 constexpr int kGatedRows = 32;  // more: the activation is made once, not in every block
 
 struct ChooseAll {
@@ -23,13 +24,31 @@ struct ChooseAll {
   }
 };
 
-// How many blocks share the inputs of a tile. By the shape of W alone: a row's bits depend on it.
-int Splits(int tiles, int pieces, int processors) {
-  int splits = (3 * processors + tiles) / (2 * tiles);
-  const int most = pieces / 8;  // a warp should have two pieces or more
-  if (splits > most) splits = most;
-  if (splits > kMaxSplits) splits = kMaxSplits;
-  return splits < 1 ? 1 : splits;
+// Blocks of these kernels that the device holds at once.
+int Slots(int processors) {
+  static const int blocks = [] {
+    int device = 0, shared = 0;
+    const bool known =
+        cudaGetDevice(&device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) == cudaSuccess;
+    return known && shared >= 200 * 1024 ? 2 : 1;
+  }();
+  return processors * blocks;
+}
+
+// How many blocks share the inputs of a tile: the fewest that leave at most a fifth of the slots empty in the
+// last wave, or else those that leave the fewest empty. By the shape of W alone: a row's bits depend on it.
+int Splits(int tiles, int pieces, int slots) {
+  const int most = std::clamp((pieces + 1) / 5, 1, kMaxSplits);
+  int best = 1;
+  double best_fill = 0;
+  for (int splits = 1; splits <= most; ++splits) {
+    const int blocks = tiles * splits;
+    const double fill = static_cast<double>(blocks) / (Blocks(blocks, slots) * slots);
+    if (fill > best_fill) best = splits, best_fill = fill;
+    if (best_fill >= 0.8) break;
+  }
+  return best;
 }
 
 template <typename S, int kBlocks, typename More>
@@ -40,20 +59,16 @@ cudaError_t Run(const Launch& launch, const StreamParams& p, int heads, const Mo
   return LaunchAfter(launch, StreamKernel<S, kBlocks, More>, grid, dim3(S::kThreads), S::kShared, p, more);
 }
 
-// `tiles`: of 16 outputs, of all parts and heads.
-template <int kTiles, typename More>
-cudaError_t ForOuts(const Launch& launch, const StreamParams& p, int heads, int tiles, const More& more) {
-  const bool wide = static_cast<int64_t>(tiles) * p.splits >= 2 * launch.processors;
-  if constexpr (kTiles == 1) {
-    return wide ? Run<StreamShape<2, 1, 4, 3>, 2>(launch, p, heads, more)
-                : Run<StreamShape<1, 1, 8, 3>, 2>(launch, p, heads, more);
-  } else if constexpr (kTiles == 2) {
-    return wide ? Run<StreamShape<2, 2, 4, 3>, 2>(launch, p, heads, more)
-                : Run<StreamShape<1, 2, 6, 3>, 2>(launch, p, heads, more);
-  } else {
-    return wide ? Run<StreamShape<2, 4, 4, 2>, 2>(launch, p, heads, more)
-                : Run<StreamShape<1, 4, 6, 2>, 2>(launch, p, heads, more);
-  }
+// kTileOuts outputs a block, whatever the rows.
+template <int kTiles, bool kGated, typename More>
+cudaError_t ForRows(const Launch& launch, const StreamParams& p, int heads, const More& more) {
+  constexpr int kInput = kTiles * (kGated ? 2 : 1);
+  using S = StreamShape<4, 1, kTileOuts / 16, kTiles,
+                        kInput <= 2   ? 4
+                        : kInput <= 4 ? 3
+                                      : 2,
+                        kInput <= 4 ? 3 : 2, kGated>;
+  return Run<S, 2>(launch, p, heads, more);
 }
 
 StreamPart Part(const bf16* w, int64_t outs, int64_t w_stride, const kernels::Tensor& y, int64_t y_head) {
@@ -84,8 +99,8 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const More& mor
   p.part[1] = Part(Data<bf16>(gemm.beside), gemm.beside.rows, gemm.beside.stride, gemm.beside_y, 0);
   const int64_t outs = (gemm.outs + 3) / 4 * 4 + (gemm.beside.rows + 3) / 4 * 4;
   const int heads = static_cast<int>(gemm.heads);
-  const int tiles = heads * (Blocks(gemm.outs, 16) + Blocks(gemm.beside.rows, 16));
-  p.splits = Splits(tiles, (p.chunks + 7) / 8, launch.processors);
+  const int tiles = heads * (Blocks(gemm.outs, kTileOuts) + Blocks(gemm.beside.rows, kTileOuts));
+  p.splits = Splits(tiles, (p.chunks + 7) / 8, Slots(launch.processors));
   p.partial = static_cast<float*>(launch.workspace);
   p.counters = launch.counters;
   if (p.splits > 1 &&
@@ -94,15 +109,14 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const More& mor
   }
   if constexpr (std::is_same_v<More, NothingMore>) {
     if (gemm.gated) {
-      if (p.rows <= 8) return Run<StreamShape<2, 1, 4, 3, true>, 2>(launch, p, heads, more);
-      if (p.rows <= 16) return Run<StreamShape<2, 2, 3, 3, true>, 2>(launch, p, heads, more);
-      return Run<StreamShape<2, 4, 2, 2, true>, 2>(launch, p, heads, more);
+      if (p.rows <= 8) return ForRows<1, true>(launch, p, heads, more);
+      if (p.rows <= 16) return ForRows<2, true>(launch, p, heads, more);
+      return ForRows<4, true>(launch, p, heads, more);
     }
+    if (p.rows > 16) return ForRows<4, false>(launch, p, heads, more);
+    if (p.rows > 8) return ForRows<2, false>(launch, p, heads, more);
   }
-  if (p.rows <= 8) return ForOuts<1>(launch, p, heads, tiles, more);
-  if constexpr (!std::is_same_v<More, NothingMore>) return cudaErrorInvalidValue;
-  if (p.rows <= 16) return ForOuts<2>(launch, p, heads, tiles, more);
-  return ForOuts<4>(launch, p, heads, tiles, more);
+  return p.rows <= 8 ? ForRows<1, false>(launch, p, heads, more) : cudaErrorInvalidValue;
 }
 
 // Any shape: a warp an output and row.
@@ -119,7 +133,7 @@ __global__ void __launch_bounds__(256)
   float sum = 0.0f;
   for (int64_t i = lane; i < inputs; i += 32) {
     float in = ToFloat(x[i]);
-    if constexpr (kGated) in = Rounded<bf16>(in / (1.0f + expf(-in)) * ToFloat(x[inputs + i]));
+    if constexpr (kGated) in = Rounded<bf16>(Silu(in) * ToFloat(x[inputs + i]));
     sum = fmaf(in, ToFloat(w[i]), sum);
   }
   sum = WarpSum(sum);

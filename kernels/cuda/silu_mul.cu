@@ -12,7 +12,7 @@ __global__ void SiluMulKernel(const T* x, int64_t x_stride, int64_t n, T* out, i
   WaitForPrevious();
   if (i >= n) return;
   const float gate = ToFloat(x[blockIdx.x * x_stride + i]), up = ToFloat(x[blockIdx.x * x_stride + n + i]);
-  out[blockIdx.x * out_stride + i] = FromFloat<T>(gate / (1.0f + expf(-gate)) * up);
+  out[blockIdx.x * out_stride + i] = FromFloat<T>(Silu(gate) * up);
 }
 
 }  // namespace

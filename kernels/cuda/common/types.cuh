@@ -29,6 +29,9 @@ __device__ __forceinline__ float Rounded(float x) {
   return ToFloat(FromFloat<T>(x));
 }
 
+// x / (1 + e^-x), by the approximate instructions: a few float32 steps off, and short.
+__device__ __forceinline__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
 // Calls f with a null pointer of the element type.
 template <typename F>
 auto ByType(kernels::DType type, F f) {

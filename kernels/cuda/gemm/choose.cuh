@@ -1,4 +1,5 @@
-// The choice of a row's experts by one warp, from the row's raw scores.
+// The choice of a row's experts by one warp, from the row's raw scores. It runs once a launch, with its code
+// not in the instruction cache: short code is worth more here than few instructions executed.
 #pragma once
 
 #include "kernels/cuda/common/ptx.cuh"
@@ -26,7 +27,7 @@ __device__ __forceinline__ uint32_t OrderedKey(float x) {
   return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
 }
 
-__device__ __forceinline__ float Sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float Sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 // All lanes of a warp. kPerLane * 32 is at least the number of experts.
 template <int kPerLane>
@@ -47,35 +48,31 @@ __device__ __forceinline__ void ChooseRow(const ChoiceParams& p, int row) {
   }
   uint32_t best = 0;  // of this lane's, and its place
   int at = 0;
-  auto look = [&] {
+  int mine = 0x7fffffff;  // lane k: the k-th choice
+#pragma unroll 1
+  for (int k = 0; k < p.top_k; ++k) {
     best = keys[0];
     at = 0;
 #pragma unroll
     for (int i = 1; i < kPerLane; ++i) {
       if (keys[i] > best) best = keys[i], at = i;
     }
-  };
-  look();
-  int mine = 0x7fffffff;  // lane k: the k-th choice
-  for (int k = 0; k < p.top_k; ++k) {
     const uint32_t most = __reduce_max_sync(~0u, best);
     const int expert = best == most ? lane + 32 * at : 0x7fffffff;
     const int chosen = static_cast<int>(__reduce_min_sync(~0u, static_cast<unsigned>(expert)));
-    if ((chosen & 31) == lane) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if (lane + 32 * i == chosen) keys[i] = 0;
-      }
-      look();
+    for (int i = 0; i < kPerLane; ++i) {
+      if (lane + 32 * i == chosen) keys[i] = 0;
     }
-    __syncwarp();
     if (lane == k) mine = chosen;
   }
   // Listed, and summed, by rising expert.
   const float score = lane < p.top_k ? Sigmoid(__ldcg(scores + mine)) : 0.0f;
   int rank = 0;
+#pragma unroll 1
   for (int k = 0; k < p.top_k; ++k) rank += __shfl_sync(~0u, mine, k) < mine;
   float sum = 0.0f;
+#pragma unroll 1
   for (int k = 0; k < p.top_k; ++k) {
     const unsigned holder = __ballot_sync(~0u, lane < p.top_k && rank == k);
     sum += __shfl_sync(~0u, score, __ffs(static_cast<int>(holder)) - 1);

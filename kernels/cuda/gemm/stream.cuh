@@ -1,15 +1,15 @@
 // y = x W^T for few rows: W streams through the tensor cores as their A operand.
 //
-// A block takes 16 kM outputs and up to 8 kTiles rows. Its inputs are cut into pieces of 64 (128 bytes a row,
-// so that every request is a whole line); four warps take every fourth piece each. A warp keeps its own ring
-// of pieces of W (cp.async, waited for by the warp alone); a fifth warp brings x, a piece for each of the
-// four at a time, through mbarriers. The order of inputs within a product does not matter as long as W and x
-// agree: lane (g, t) takes inputs 8 t .. 8 t + 7 of 32 from its row of either with one 16-byte load, which
-// serve as two k16 steps.
+// A block takes 16 kM kOutWarps outputs and up to 8 kTiles rows. Its inputs are cut into pieces of 64 (128
+// bytes a row, so that every request is a whole line), of which its kKWarps warps along the inputs take
+// turns. A warp keeps its own ring of pieces of W (cp.async, waited for by the warp alone); one warp more
+// brings x, a piece for each of kKWarps at a time, through mbarriers. The order of inputs within a product
+// does not matter as long as W and x agree: lane (g, t) takes inputs 8 t .. 8 t + 7 of 32 from its row of
+// either with one 16-byte load, which serve as two k16 steps.
 //
-// The order of a sum: pieces p, p + 4, p + 8, ... of a block's share of the inputs in one accumulator, the
-// four of them in order, then the shares (`splits`) in order. All of it follows from the shape of W, none
-// from kM or the rows, so these may be chosen by the number of rows.
+// The order of a sum: pieces p, p + kKWarps, ... of a block's share of the inputs in one accumulator, these
+// in order, then the shares (`splits`) in order. kKWarps and splits follow from the shape of W, so a row's
+// bits do not depend on the rows beside it; kM, kOutWarps and the rings may be chosen by the number of rows.
 //
 // As a programmatic dependent a block fills its ring of W before it waits for the kernel in front of it.
 #pragma once
@@ -42,18 +42,19 @@ struct StreamParams {
   unsigned* counters;
 };
 
-inline constexpr int kKWarps = 4;
-
-// kM tiles of 16 outputs and kTiles of 8 rows; W ring of kDepth pieces a warp, x ring of kRounds rounds.
-template <int kM_, int kTiles_, int kDepth_, int kRounds_, bool kGated_ = false>
+// kKWarps x kOutWarps warps, kM tiles of 16 outputs and kTiles of 8 rows each; a ring of kDepth pieces of W
+// for each of them and one of kRounds rounds of x.
+template <int kKWarps_, int kOutWarps_, int kM_, int kTiles_, int kDepth_, int kRounds_, bool kGated_ = false>
 struct StreamShape {
-  static constexpr int kM = kM_, kTiles = kTiles_, kDepth = kDepth_, kRounds = kRounds_;
+  static constexpr int kKWarps = kKWarps_, kOutWarps = kOutWarps_, kM = kM_, kTiles = kTiles_;
+  static constexpr int kDepth = kDepth_, kRounds = kRounds_;
   static constexpr bool kGated = kGated_;
-  static constexpr int kOuts = 16 * kM, kRows = 8 * kTiles;
-  static constexpr int kThreads = 32 * (kKWarps + 1);
-  static constexpr int kSlot = kOuts * 128;                      // bytes of a piece of W
+  static constexpr int kOuts = 16 * kM * kOutWarps, kRows = 8 * kTiles;
+  static constexpr int kWarps = kKWarps * kOutWarps;  // that multiply
+  static constexpr int kThreads = 32 * (kWarps + 1);
+  static constexpr int kSlot = 16 * kM * 128;                    // bytes of a warp's piece of W
   static constexpr int kInput = kRows * 128 * (kGated ? 2 : 1);  // bytes of a piece of x
-  static constexpr int kWRing = kKWarps * kDepth * kSlot, kXRing = kKWarps * kRounds * kInput;
+  static constexpr int kWRing = kWarps * kDepth * kSlot, kXRing = kKWarps * kRounds * kInput;
   // The warps' sums meet in shared memory.
   static constexpr int kPitch = kOuts + 4;
   static constexpr int kSums = kKWarps * kRows * kPitch * 4;
@@ -75,7 +76,7 @@ __device__ __forceinline__ void CopyAsyncCommit() { asm volatile("cp.async.commi
 // silu(gate) * up of eight values, the bits of SiluMul.
 __device__ __forceinline__ uint32_t GatedPair(uint32_t gate, uint32_t up) {
   const float low = LowBf16(gate), high = HighBf16(gate);
-  return PackBf16(low / (1.0f + expf(-low)) * LowBf16(up), high / (1.0f + expf(-high)) * HighBf16(up));
+  return PackBf16(Silu(low) * LowBf16(up), Silu(high) * HighBf16(up));
 }
 __device__ __forceinline__ uint4 GatedChunk(const uint4& gate, const uint4& up) {
   return make_uint4(GatedPair(gate.x, up.x), GatedPair(gate.y, up.y), GatedPair(gate.z, up.z),
@@ -141,13 +142,15 @@ struct NothingMore {};
 template <typename S, int kBlocks, typename More>
 __global__ void __launch_bounds__(S::kThreads, kBlocks)
     StreamKernel(const __grid_constant__ StreamParams p, const __grid_constant__ More more) {
-  constexpr int kM = S::kM, kTiles = S::kTiles, kDepth = S::kDepth, kRounds = S::kRounds;
+  constexpr int kKWarps = S::kKWarps, kM = S::kM, kTiles = S::kTiles, kDepth = S::kDepth,
+                kRounds = S::kRounds;
   constexpr int kHalves = S::kGated ? 2 : 1;  // gate and up
   extern __shared__ uint4 shared[];
   __shared__ uint64_t barriers[2 * kRounds];  // of x: full, empty
   LaunchDependents();
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int g = lane >> 2, t = lane & 3;
+  const int k_warp = warp % kKWarps, out_warp = warp / kKWarps;
   const int tile = blockIdx.y / p.splits, split = blockIdx.y - tile * p.splits;
   const int first_tiles = (p.part[0].outs + S::kOuts - 1) / S::kOuts;
   const StreamPart& part = p.part[tile >= first_tiles];
@@ -167,24 +170,25 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
   const uint32_t full = SharedAddress(barriers), empty = full + 8 * kRounds;
   if (threadIdx.x < kRounds) {
     BarrierInit(full + 8 * threadIdx.x, 32);
-    BarrierInit(empty + 8 * threadIdx.x, kKWarps);
+    BarrierInit(empty + 8 * threadIdx.x, S::kWarps);
   }
 
   // Outputs past the end repeat the last one; what they give is not stored. Of a last piece of 32 inputs the
   // other half is any weights, and zeros of x.
+  const int first_out = out_warp * 16 * kM;
   const bf16* const w = part.w + head * p.w_head + block_out * part.w_stride;
   const int last_out = part.outs - 1 - block_out;
   auto fetch = [&](int piece, int slot) {
     const bf16* from = w + min(piece * 8 + chunk, p.chunks - 1) * 8;
 #pragma unroll
-    for (int i = 0; i < S::kOuts / 4; ++i)
+    for (int i = 0; i < 4 * kM; ++i)
       CopyAsync16(w_ring + slot * S::kSlot + i * 512 + at_line,
-                  from + min(4 * i + line, last_out) * static_cast<int>(part.w_stride));
+                  from + min(first_out + 4 * i + line, last_out) * static_cast<int>(part.w_stride));
   };
-  if (warp < kKWarps) {
+  if (warp < S::kWarps) {
 #pragma unroll
     for (int d = 0; d < kDepth - 1; ++d) {
-      const int piece = begin + warp + d * kKWarps;
+      const int piece = begin + k_warp + d * kKWarps;
       if (piece < end) fetch(piece, d);
       CopyAsyncCommit();
     }
@@ -193,8 +197,8 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
   WaitForPrevious();
 
   float acc[kM][kTiles][4] = {};
-  if (warp == kKWarps) {
-    // This warp brings x, a round (a piece for each of the other warps) at a time.
+  if (warp == S::kWarps) {
+    // This warp brings x, a round (a piece for each of the warps along the inputs) at a time.
     const bf16* const x = p.x + head * p.x_head + first_row * p.x_stride;
     for (int round = 0, slot = 0, turn = 1; begin + round * kKWarps < end; ++round) {
       if (round >= kRounds) BarrierWait(empty + 8 * slot, turn);
@@ -222,7 +226,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
     const uint32_t swap = 64 * (g & 1);
     int slot = 0, filled = kDepth - 1, x_slot = 0, turn = 0;
 #pragma unroll 1
-    for (int piece = begin + warp; piece < end; piece += kKWarps) {
+    for (int piece = begin + k_warp; piece < end; piece += kKWarps) {
       CopyAsyncWait<kDepth - 2>();
       __syncwarp();
       const int next = piece + (kDepth - 1) * kKWarps;
@@ -230,7 +234,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
       CopyAsyncCommit();
       BarrierWait(full + 8 * x_slot, turn);
       const uint32_t from_w = w_ring + slot * S::kSlot + at_lane;
-      const uint32_t from_x = x_ring + (x_slot * kKWarps + warp) * S::kInput + at_lane;
+      const uint32_t from_x = x_ring + (x_slot * kKWarps + k_warp) * S::kInput + at_lane;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t side = (64 * half) ^ swap;
@@ -259,20 +263,20 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
     }
   }
 
-  // Sums of the four warps along the inputs, in order.
+  // Sums of the warps along the inputs, in order.
   float* const sums = reinterpret_cast<float*>(shared);
   const int padded_outs = ((p.part[0].outs + 3) & ~3) + ((p.part[1].outs + 3) & ~3);
   const int partial_out = block_out + (tile >= first_tiles ? (p.part[0].outs + 3) & ~3 : 0);
   __syncthreads();
-  if (warp < kKWarps) {
+  if (warp < S::kWarps) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const int row = 8 * n + 2 * t + (c & 1), out = 16 * m + 8 * (c >> 1) + g;
-          sums[(warp * S::kRows + row) * S::kPitch + out] = acc[m][n][c];
+          const int row = 8 * n + 2 * t + (c & 1), out = first_out + 16 * m + 8 * (c >> 1) + g;
+          sums[(k_warp * S::kRows + row) * S::kPitch + out] = acc[m][n][c];
         }
       }
     }

@@ -49,6 +49,9 @@ class Bench {
 
   // Median of run(0), run(1), ...: each call should use memory that the last ones have not touched.
   double Median(const std::function<cudaError_t(int)>& run) const;
+  // Microseconds of one of `count` runs in a captured graph, where each is a programmatic dependent of the
+  // one before; median of a few replays.
+  double Chain(int count, const std::function<cudaError_t(int)>& run) const;
   void Report(Row row);
   void WriteJson(const std::string& path, const std::string& device) const;
 

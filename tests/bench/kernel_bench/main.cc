@@ -70,6 +70,20 @@ double Bench::Median(const std::function<cudaError_t(int)>& run) const {
   return times[repeats_ / 2] * 1e3;
 }
 
+double Bench::Chain(int count, const std::function<cudaError_t(int)>& run) const {
+  cudaGraph_t graph;
+  cudaGraphExec_t ready;
+  KDT_BENCH_CUDA(run(0));
+  KDT_BENCH_CUDA(cudaStreamBeginCapture(launch_.stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < count; ++i) KDT_BENCH_CUDA(run(1 + i));
+  KDT_BENCH_CUDA(cudaStreamEndCapture(launch_.stream, &graph));
+  KDT_BENCH_CUDA(cudaGraphInstantiate(&ready, graph, 0));
+  const double time = Median([&](int) { return cudaGraphLaunch(ready, launch_.stream); });
+  KDT_BENCH_CUDA(cudaGraphExecDestroy(ready));
+  KDT_BENCH_CUDA(cudaGraphDestroy(graph));
+  return time / count;
+}
+
 void Bench::Report(Row row) {
   row.roof_microseconds = std::max(row.bytes / rates_.read, row.flop / rates_.mma) * 1e6;
   std::printf("%-16s %-34s %9.1f us  %8.1f MB  %8.2f GFLOP  roof %7.1f us  %5.1f%%\n", row.op.c_str(),

@@ -4,6 +4,7 @@
 #include <random>
 #include <set>
 
+#include "kernels/cuda/gemm/library.h"
 #include "tests/bench/kernel_bench/bench.h"
 #include "tests/bench/kernel_bench/device.h"
 
@@ -166,35 +167,49 @@ void BenchMoe(Bench& bench) {
   }
 }
 
+// Each shape alone ("gemm"), in a captured chain over other weights each ("gemm chain"), and the library in
+// the same chain ("cublaslt chain").
 void BenchGemm(Bench& bench) {
   struct Shape {
     const char* name;
     int64_t outs, in;
+    bool f32, gated;
   };
-  void* x = bench.Memory(256 * 18432 * 2);
-  FillNormal(bench.launch().stream, x, 256 * 18432, 6, 1.0f);
-  void* y = bench.Memory(256 * 20480 * 4);
-  const size_t bytes = size_t{1} << 30;  // weights are taken from another place in each run
+  constexpr int64_t kRows = 1024;
+  void* x = bench.Memory(kRows * 7168 * 2);
+  FillNormal(bench.launch().stream, x, kRows * 7168, 6, 1.0f);
+  void* y = bench.Memory(kRows * 20480 * 4);
+  const size_t bytes = size_t{2} << 30;  // weights are taken from another place in each run
   void* w = bench.Memory(bytes);
   FillNormal(bench.launch().stream, w, bytes / 2, 7, 0.05f);
-  for (const Shape s :
-       {Shape{"q_a", 1536, 7168}, Shape{"q_b", 1536, 1536}, Shape{"kv_a", 576, 7168}, Shape{"o", 7168, 1024},
-        Shape{"shared gate_up", 512, 7168}, Shape{"shared down", 7168, 256}, Shape{"router", 384, 7168},
-        Shape{"dense gate_up", 4608, 7168}, Shape{"dense down", 7168, 2304}, Shape{"lm_head", 20480, 7168}}) {
-    for (const int64_t rows : {1, 8, 16, 32, 64}) {
+  for (const Shape s : {Shape{"qkv_a", 2112, 7168}, Shape{"q_b", 1536, 1536}, Shape{"o", 7168, 1024},
+                        Shape{"shared gate_up", 512, 7168}, Shape{"shared down", 7168, 256},
+                        Shape{"shared down, gated", 7168, 256, false, true}, Shape{"router", 384, 7168, true},
+                        Shape{"dense gate_up", 4608, 7168}, Shape{"dense down", 7168, 2304},
+                        Shape{"lm_head", 20480, 7168, true}}) {
+    for (const int64_t rows : {1, 4, 8, 16, 32, 64, 128, 256, 512, 1024}) {
       const int64_t size = s.outs * s.in * 2;
-      const int64_t places = std::max<int64_t>(1, static_cast<int64_t>(bytes) / size);
-      const double time = bench.Median([&](int i) {
+      const int64_t places = static_cast<int64_t>(bytes) / size;
+      int64_t place = 0;
+      const auto args = [&] {
         kernels::GemmArgs args{
-            MakeTensor(x, DType::kBF16, rows, s.in),
-            MakeTensor(static_cast<char*>(w) + i % places * size, DType::kBF16, s.outs, s.in),
-            MakeTensor(y, DType::kBF16, rows, s.outs)};
-        return cuda::Gemm(bench.launch(), args);
-      });
-      bench.Report({"gemm",
-                    std::string(s.name) + " " + std::to_string(s.outs) + "x" + std::to_string(s.in) +
-                        " rows " + std::to_string(rows),
-                    time, static_cast<double>(size), 2.0 * static_cast<double>(rows * s.outs * s.in), 0});
+            MakeTensor(x, DType::kBF16, rows, s.gated ? 2 * s.in : s.in),
+            MakeTensor(static_cast<char*>(w) + place++ % places * size, DType::kBF16, s.outs, s.in),
+            MakeTensor(y, s.f32 ? DType::kF32 : DType::kBF16, rows, s.outs)};
+        args.gated = s.gated;
+        return args;
+      };
+      const auto run = [&](int) { return cuda::Gemm(bench.launch(), args()); };
+      const std::string shape = std::string(s.name) + " " + std::to_string(s.outs) + "x" +
+                                std::to_string(s.in) + " rows " + std::to_string(rows);
+      const double flop = 2.0 * static_cast<double>(rows * s.outs * s.in);
+      const int chain = size > 100000000 ? 6 : 16;
+      bench.Report({"gemm", shape, bench.Median(run), static_cast<double>(size), flop, 0});
+      bench.Report({"gemm chain", shape, bench.Chain(chain, run), static_cast<double>(size), flop, 0});
+      if (!cuda::HaveLibrary() || s.gated) continue;
+      const auto library = [&](int) { return cuda::LibraryGemm(bench.launch(), args()); };
+      bench.Report(
+          {"cublaslt chain", shape, bench.Chain(chain, library), static_cast<double>(size), flop, 0});
     }
   }
 }
