@@ -17,7 +17,10 @@ constexpr struct {
                     {"VerifyReduce", "verify_attention_reduce"},
                     {"GateUpKernel", "moe_gate_up"},
                     {"DownKernel", "moe_down"},
-                    {"GemmKernel", "gemm"},
+                    {"MoeKernel", "moe"},
+                    {"StreamKernel", "gemm_stream"},
+                    {"TileKernel", "gemm_tile"},
+                    {"PlainKernel", "gemm_plain"},
                     {"DraftKernel", "draft_attention"}};
 constexpr size_t kCount = std::size(kMainKernels);
 

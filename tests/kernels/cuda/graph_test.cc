@@ -54,7 +54,7 @@ TEST_CASE("cuda: a graph tells how its main kernels fill the device") {
   REQUIRE(graph.ok());
   const std::vector<KernelUse>& uses = (*graph)->kernel_uses();
   REQUIRE(uses.size() == 1);
-  CHECK(std::string(uses[0].kernel) == "gemm");
+  CHECK(std::string(uses[0].kernel).starts_with("gemm_"));
   CHECK(uses[0].occupancy > 0);
   CHECK(uses[0].occupancy <= 1);
   CHECK(uses[0].grid_fill > 0);

@@ -61,7 +61,7 @@ struct BackendStats {
 
 // How the launches of one kernel fill the device.
 struct KernelUse {
-  const char* kernel;    // "verify_attention", "moe_down", "gemm", ...; a literal
+  const char* kernel;    // "verify_attention", "moe", "gemm_stream", ...; a literal
   double occupancy = 0;  // resident warps over the most that a multiprocessor holds, in theory
   double grid_fill = 0;  // blocks launched over the blocks that the device holds at once
 };
