@@ -90,6 +90,7 @@ class CpuBackend final : public Backend {
   absl::Status Router(const RouterArgs& args) override { return Do(cpu::Router, args); }
   absl::Status Moe(const MoeArgs& args) override { return Do(cpu::Moe, args); }
   absl::Status LogitsTopK(const LogitsTopKArgs& args) override { return Do(cpu::LogitsTopK, args); }
+  absl::Status ScaleRows(const ScaleRowsArgs& args) override { return Do(cpu::ScaleRows, args); }
   absl::Status GumbelArgmax(const GumbelArgmaxArgs& args) override { return Do(cpu::GumbelArgmax, args); }
   absl::Status TreeWalk(const TreeWalkArgs& args) override { return Do(cpu::TreeWalk, args); }
 

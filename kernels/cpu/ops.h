@@ -25,6 +25,7 @@ void DraftAttention(Context& context, const DraftAttentionArgs& args);
 void Router(Context& context, const RouterArgs& args);
 void Moe(Context& context, const MoeArgs& args);
 void LogitsTopK(Context& context, const LogitsTopKArgs& args);
+void ScaleRows(Context& context, const ScaleRowsArgs& args);
 void GumbelArgmax(Context& context, const GumbelArgmaxArgs& args);
 void TreeWalk(Context& context, const TreeWalkArgs& args);
 

@@ -157,6 +157,9 @@ class CudaBackend final : public Backend {
   absl::Status LogitsTopK(const LogitsTopKArgs& args) override {
     return Do("logits_top_k", cuda::LogitsTopK, args);
   }
+  absl::Status ScaleRows(const ScaleRowsArgs& args) override {
+    return Do("scale_rows", cuda::ScaleRows, args);
+  }
   absl::Status GumbelArgmax(const GumbelArgmaxArgs& args) override {
     return Do("gumbel_argmax", cuda::GumbelArgmax, args);
   }

@@ -55,6 +55,7 @@ cudaError_t DraftAttention(const Launch& launch, const kernels::DraftAttentionAr
 cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args);
 cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args);
 cudaError_t LogitsTopK(const Launch& launch, const kernels::LogitsTopKArgs& args);
+cudaError_t ScaleRows(const Launch& launch, const kernels::ScaleRowsArgs& args);
 cudaError_t GumbelArgmax(const Launch& launch, const kernels::GumbelArgmaxArgs& args);
 cudaError_t TreeWalk(const Launch& launch, const kernels::TreeWalkArgs& args);
 

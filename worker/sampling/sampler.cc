@@ -49,12 +49,12 @@ absl::StatusOr<std::unique_ptr<Sampler>> Sampler::Create(kernels::Backend* backe
   auto sampler = std::unique_ptr<Sampler>(new Sampler(backend, shard, vocab_size));
   KDT_RETURN_IF_ERROR(sampler->Allocate(sampler->raw_, max_rows));
   KDT_RETURN_IF_ERROR(sampler->Allocate(sampler->adjusted_, max_rows));
-  for (Buffer* buffer : {&sampler->temperature_, &sampler->drawn_id_, &sampler->drawn_value_}) {
-    KDT_ASSIGN_OR_RETURN(*buffer, Buffer::Make(*backend, max_rows * sizeof(float)));
+  for (Mirror<float>* mirror : {&sampler->temperature_, &sampler->scale_, &sampler->drawn_value_}) {
+    KDT_RETURN_IF_ERROR(mirror->Allocate(*backend, max_rows));
   }
-  for (Buffer* buffer : {&sampler->seed_, &sampler->position_}) {
-    KDT_ASSIGN_OR_RETURN(*buffer, Buffer::Make(*backend, max_rows * sizeof(uint64_t)));
-  }
+  KDT_RETURN_IF_ERROR(sampler->seed_.Allocate(*backend, max_rows));
+  KDT_RETURN_IF_ERROR(sampler->position_.Allocate(*backend, max_rows));
+  KDT_RETURN_IF_ERROR(sampler->drawn_id_.Allocate(*backend, max_rows));
   KDT_ASSIGN_OR_RETURN(sampler->whole_row_, Buffer::Make(*backend, vocab_size * sizeof(float)));
   // The largest record: both kinds of k best, and a few words.
   if (shard.size > 1)
@@ -62,52 +62,55 @@ absl::StatusOr<std::unique_ptr<Sampler>> Sampler::Create(kernels::Backend* backe
   return sampler;
 }
 
-absl::Status Sampler::Allocate(TopK& top, int64_t max_rows) {
-  for (Buffer* buffer : {&top.max, &top.sum_exp, &top.bad}) {
-    KDT_ASSIGN_OR_RETURN(*buffer, Buffer::Make(*backend_, max_rows * sizeof(float)));
-  }
-  for (Buffer* buffer : {&top.ids, &top.values}) {
-    KDT_ASSIGN_OR_RETURN(*buffer, Buffer::Make(*backend_, max_rows * kMaxTopK * sizeof(float)));
-  }
+template <typename T>
+absl::Status Sampler::Mirror<T>::Allocate(kernels::Backend& backend, int64_t count) {
+  KDT_ASSIGN_OR_RETURN(device, Buffer::Make(backend, count * sizeof(T)));
+  KDT_ASSIGN_OR_RETURN(memory, kernels::HostBuffer::Make(backend, count * sizeof(T)));
   return absl::OkStatus();
+}
+
+absl::Status Sampler::Allocate(TopK& top, int64_t max_rows) {
+  KDT_RETURN_IF_ERROR(top.max.Allocate(*backend_, max_rows));
+  KDT_RETURN_IF_ERROR(top.sum.Allocate(*backend_, max_rows));
+  KDT_RETURN_IF_ERROR(top.bad.Allocate(*backend_, max_rows));
+  KDT_RETURN_IF_ERROR(top.ids.Allocate(*backend_, max_rows * kMaxTopK));
+  return top.values.Allocate(*backend_, max_rows * kMaxTopK);
 }
 
 template <typename K>
 absl::Status Sampler::RunTopK(const Tensor& logits, const K& k, TopK& top) {
   const int64_t rows = logits.rows;
-  top.host_max.resize(rows);
-  top.host_sum.resize(rows);
-  top.host_bad.resize(rows);
-  top.host_ids.resize(rows * kMaxTopK);
-  top.host_values.resize(rows * kMaxTopK);
+  bool lists = false;
   for (int64_t begin = 0, end; begin < rows; begin = end) {
     const int64_t count_k = k(begin);
     for (end = begin + 1; end < rows && k(end) == count_k; ++end) {
     }
     if (count_k < 0) continue;
-    const int64_t n = end - begin;
-    int32_t* ids = top.ids.as<int32_t>() + begin * kMaxTopK;
-    float* values = top.values.as<float>() + begin * kMaxTopK;
-    KDT_RETURN_IF_ERROR(
-        backend_->LogitsTopK({logits.Rows(begin, n), vocab_begin_, count_k, top.max.as<float>() + begin,
-                              top.sum_exp.as<float>() + begin, top.bad.as<uint8_t>() + begin, ids, values}));
-    KDT_RETURN_IF_ERROR(
-        backend_->Download(top.host_max.data() + begin, top.max.as<float>() + begin, n * sizeof(float)));
-    KDT_RETURN_IF_ERROR(
-        backend_->Download(top.host_sum.data() + begin, top.sum_exp.as<float>() + begin, n * sizeof(float)));
-    KDT_RETURN_IF_ERROR(backend_->Download(top.host_bad.data() + begin, top.bad.as<uint8_t>() + begin, n));
-    if (count_k == 0) continue;
+    lists = lists || count_k > 0;
+    KDT_RETURN_IF_ERROR(backend_->LogitsTopK(
+        {logits.Rows(begin, end - begin), vocab_begin_, count_k, top.max.on_device() + begin,
+         top.sum.on_device() + begin, top.bad.on_device() + begin, top.ids.on_device() + begin * kMaxTopK,
+         top.values.on_device() + begin * kMaxTopK}));
+  }
+  KDT_RETURN_IF_ERROR(top.max.Down(*backend_, rows));
+  KDT_RETURN_IF_ERROR(top.sum.Down(*backend_, rows));
+  KDT_RETURN_IF_ERROR(top.bad.Down(*backend_, rows));
+  if (lists) {
+    KDT_RETURN_IF_ERROR(top.ids.Down(*backend_, rows * kMaxTopK));
+    KDT_RETURN_IF_ERROR(top.values.Down(*backend_, rows * kMaxTopK));
+  }
+  KDT_RETURN_IF_ERROR(backend_->Synchronize());
+  for (int64_t begin = 0, end; lists && begin < rows; begin = end) {
+    const int64_t count_k = k(begin);
+    for (end = begin + 1; end < rows && k(end) == count_k; ++end) {
+    }
     // The device's rows are count_k apart, the host's kMaxTopK: spread from the last row, which moves
     // furthest.
-    int32_t* host_ids = top.host_ids.data() + begin * kMaxTopK;
-    float* host_values = top.host_values.data() + begin * kMaxTopK;
-    KDT_RETURN_IF_ERROR(backend_->Download(host_ids, ids, n * count_k * sizeof(int32_t)));
-    KDT_RETURN_IF_ERROR(backend_->Download(host_values, values, n * count_k * sizeof(float)));
-    for (int64_t i = n - 1; i > 0; --i) {
-      std::copy_backward(host_ids + i * count_k, host_ids + (i + 1) * count_k,
-                         host_ids + i * kMaxTopK + count_k);
-      std::copy_backward(host_values + i * count_k, host_values + (i + 1) * count_k,
-                         host_values + i * kMaxTopK + count_k);
+    int32_t* ids = top.ids.host() + begin * kMaxTopK;
+    float* values = top.values.host() + begin * kMaxTopK;
+    for (int64_t i = end - begin - 1; i > 0 && count_k > 0; --i) {
+      std::copy_backward(ids + i * count_k, ids + (i + 1) * count_k, ids + i * kMaxTopK + count_k);
+      std::copy_backward(values + i * count_k, values + (i + 1) * count_k, values + i * kMaxTopK + count_k);
     }
   }
   return absl::OkStatus();
@@ -115,60 +118,63 @@ absl::Status Sampler::RunTopK(const Tensor& logits, const K& k, TopK& top) {
 
 absl::Status Sampler::EditLogits(const Tensor& logits, std::span<const SampleRow> rows) {
   raw_copies_.resize(std::max(raw_copies_.size(), rows.size()));
-  std::vector<float> values(vocab_local_);
+  std::vector<float> values;
+  bool scales = false;
   for (size_t i = 0; i < rows.size(); ++i) {
     raw_copies_[i].clear();
+    scale_.host()[i] = 1;
     const SampleRow& row = rows[i];
     if (row.sequence == nullptr) continue;
     const SamplingParams& params = row.sequence->params();
-    const bool edits = row.sequence->EditsAt(row.position);
     // Elsewhere GumbelArgmax divides; the arithmetic is the same.
-    const bool scales = params.Truncates() && params.temperature != 1;
-    if (!edits && !scales) continue;
+    if (params.Truncates()) scale_.host()[i] = 1.0f / params.temperature;
+    scales = scales || scale_.host()[i] != 1;
+    const bool edits = row.sequence->EditsAt(row.position);
+    if (!edits && (scale_.host()[i] == 1 || row.top < 0)) continue;
+    values.resize(vocab_local_);
     void* device = logits.Rows(i, 1).data;
     const size_t bytes = vocab_local_ * sizeof(float);
     KDT_RETURN_IF_ERROR(backend_->Download(values.data(), device, bytes));
     if (row.top >= 0) raw_copies_[i] = values;
-    if (edits) editor_.Apply(*row.sequence, row.path, row.position, values.data());
-    if (scales) {
-      const float inverse = 1.0f / params.temperature;
-      for (float& value : values) value *= inverse;
-    }
+    if (!edits) continue;
+    editor_.Apply(*row.sequence, row.path, row.position, values.data());
     KDT_RETURN_IF_ERROR(backend_->Upload(device, values.data(), bytes));
   }
-  return absl::OkStatus();
+  if (!scales) return absl::OkStatus();
+  KDT_RETURN_IF_ERROR(scale_.Up(*backend_, logits.rows));
+  return backend_->ScaleRows({logits, scale_.on_device()});
 }
 
 template <typename Draws>
 absl::Status Sampler::DrawLocal(const Tensor& logits, std::span<const SampleRow> rows, const Draws& draws) {
   const int64_t n = logits.rows;
-  std::vector<float> temperature(n);
-  std::vector<uint64_t> seed(n);
-  std::vector<int64_t> position(n);
   for (int64_t i = 0; i < n; ++i) {
+    temperature_.host()[i] = 0;
+    seed_.host()[i] = 0;
+    position_.host()[i] = 0;
     if (!draws(i)) continue;
     const SamplingParams& params = rows[i].sequence->params();
-    temperature[i] = params.Truncates() ? 1.0f : params.temperature;  // truncated rows have been divided
-    seed[i] = params.seed;
-    position[i] = rows[i].position;
+    temperature_.host()[i] =
+        params.Truncates() ? 1.0f : params.temperature;  // truncated rows have been divided
+    seed_.host()[i] = params.seed;
+    position_.host()[i] = rows[i].position;
   }
-  KDT_RETURN_IF_ERROR(backend_->Upload(temperature_.data(), temperature.data(), n * sizeof(float)));
-  KDT_RETURN_IF_ERROR(backend_->Upload(seed_.data(), seed.data(), n * sizeof(uint64_t)));
-  KDT_RETURN_IF_ERROR(backend_->Upload(position_.data(), position.data(), n * sizeof(int64_t)));
+  KDT_RETURN_IF_ERROR(temperature_.Up(*backend_, n));
+  KDT_RETURN_IF_ERROR(seed_.Up(*backend_, n));
+  KDT_RETURN_IF_ERROR(position_.Up(*backend_, n));
   for (int64_t begin = 0, end; begin < n; begin = end) {
     const bool draw = draws(begin);
     for (end = begin + 1; end < n && draws(end) == draw; ++end) {
     }
     if (!draw) continue;
-    KDT_RETURN_IF_ERROR(backend_->GumbelArgmax(
-        {logits.Rows(begin, end - begin), vocab_begin_, temperature_.as<float>() + begin,
-         seed_.as<uint64_t>() + begin, position_.as<int64_t>() + begin, drawn_id_.as<int32_t>() + begin,
-         drawn_value_.as<float>() + begin}));
+    KDT_RETURN_IF_ERROR(backend_->GumbelArgmax({logits.Rows(begin, end - begin), vocab_begin_,
+                                                temperature_.on_device() + begin, seed_.on_device() + begin,
+                                                position_.on_device() + begin, drawn_id_.on_device() + begin,
+                                                drawn_value_.on_device() + begin}));
   }
-  host_drawn_id_.resize(n);
-  host_drawn_value_.resize(n);
-  KDT_RETURN_IF_ERROR(backend_->Download(host_drawn_id_.data(), drawn_id_.data(), n * sizeof(int32_t)));
-  return backend_->Download(host_drawn_value_.data(), drawn_value_.data(), n * sizeof(float));
+  KDT_RETURN_IF_ERROR(drawn_id_.Down(*backend_, n));
+  KDT_RETURN_IF_ERROR(drawn_value_.Down(*backend_, n));
+  return backend_->Synchronize();
 }
 
 absl::StatusOr<float> Sampler::RawLogit(const Tensor& logits, int64_t row, int32_t token) {
@@ -185,19 +191,20 @@ absl::Status Sampler::Pack(const Tensor& logits, std::span<const SampleRow> rows
   words_.clear();
   for (size_t i = 0; i < rows.size(); ++i) {
     const SampleRow& row = rows[i];
-    words_.insert(words_.end(), {Word(raw_.host_max[i]), Word(raw_.host_sum[i]), uint32_t{raw_.host_bad[i]}});
+    words_.insert(words_.end(),
+                  {Word(raw_.max.host()[i]), Word(raw_.sum.host()[i]), uint32_t{raw_.bad.host()[i]}});
     if (DrawsLocally(row)) {
       float raw = 0;
       if (row.top >= 0) {
-        KDT_ASSIGN_OR_RETURN(raw, RawLogit(logits, i, host_drawn_id_[i]));
+        KDT_ASSIGN_OR_RETURN(raw, RawLogit(logits, i, drawn_id_.host()[i]));
       }
-      words_.insert(words_.end(), {Word(host_drawn_id_[i]), Word(host_drawn_value_[i]), Word(raw)});
+      words_.insert(words_.end(), {Word(drawn_id_.host()[i]), Word(drawn_value_.host()[i]), Word(raw)});
     }
     if (Truncates(row)) {
-      words_.insert(words_.end(), {Word(adjusted_.host_max[i]), Word(adjusted_.host_sum[i])});
+      words_.insert(words_.end(), {Word(adjusted_.max.host()[i]), Word(adjusted_.sum.host()[i])});
       for (int64_t j = 0; j < candidates_; ++j) {
-        words_.push_back(Word(adjusted_.host_ids[i * kMaxTopK + j]));
-        words_.push_back(Word(adjusted_.host_values[i * kMaxTopK + j]));
+        words_.push_back(Word(adjusted_.ids.host()[i * kMaxTopK + j]));
+        words_.push_back(Word(adjusted_.values.host()[i * kMaxTopK + j]));
       }
     }
     if (row.given >= 0) {
@@ -205,8 +212,8 @@ absl::Status Sampler::Pack(const Tensor& logits, std::span<const SampleRow> rows
       words_.push_back(Word(raw));
     }
     for (int64_t j = 0; j < std::min(row.top, vocab_local_); ++j) {
-      words_.push_back(Word(raw_.host_ids[i * kMaxTopK + j]));
-      words_.push_back(Word(raw_.host_values[i * kMaxTopK + j]));
+      words_.push_back(Word(raw_.ids.host()[i * kMaxTopK + j]));
+      words_.push_back(Word(raw_.values.host()[i * kMaxTopK + j]));
     }
   }
   return absl::OkStatus();
@@ -321,8 +328,8 @@ absl::Status Sampler::DrawUndecided(const Tensor& logits, std::span<const Sample
     draws[j].values.resize(vocab_local_);
     KDT_RETURN_IF_ERROR(
         backend_->Download(draws[j].values.data(), logits.Rows(i, 1).data, vocab_local_ * sizeof(float)));
-    draws[j].local_id = host_drawn_id_[i];
-    draws[j].local_noisy = host_drawn_value_[i];
+    draws[j].local_id = drawn_id_.host()[i];
+    draws[j].local_noisy = drawn_value_.host()[i];
   }
   KDT_RETURN_IF_ERROR(DrawFromNuclei(draws, vocab_begin_, gather_, collective));
   for (size_t j = 0; j < nuclei.size(); ++j) (*out)[nuclei[j]].token = draws[j].drawn;

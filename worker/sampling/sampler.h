@@ -56,12 +56,27 @@ class Sampler {
   static constexpr int64_t kMaxTop = kernels::kMaxTopK;
 
  private:
+  // An array on the device and its copy in page-locked memory.
+  template <typename T>
+  struct Mirror {
+    kernels::Buffer device;
+    kernels::HostBuffer memory;
+    absl::Status Allocate(kernels::Backend& backend, int64_t count);
+    T* on_device() const { return device.as<T>(); }
+    T* host() const { return reinterpret_cast<T*>(memory.data()); }
+    // Queued copies of the first `count`.
+    absl::Status Up(kernels::Backend& backend, int64_t count) const {
+      return backend.UploadAsync(device.data(), memory.data(), count * sizeof(T));
+    }
+    absl::Status Down(kernels::Backend& backend, int64_t count) const {
+      return backend.DownloadAsync(memory.data(), device.data(), count * sizeof(T));
+    }
+  };
   // LogitsTopK's results for all rows of a step; a row's k best lie at row * kMaxTopK on the host.
   struct TopK {
-    kernels::Buffer max, sum_exp, bad, ids, values;
-    std::vector<float> host_max, host_sum, host_values;
-    std::vector<uint8_t> host_bad;
-    std::vector<int32_t> host_ids;
+    Mirror<float> max, sum, values;
+    Mirror<uint8_t> bad;
+    Mirror<int32_t> ids;
   };
 
   Sampler(kernels::Backend* backend, Shard shard, int64_t vocab_size);
@@ -94,9 +109,10 @@ class Sampler {
 
   TopK raw_;       // of the model's logits
   TopK adjusted_;  // of truncated rows, edited and divided by the temperature
-  kernels::Buffer temperature_, seed_, position_, drawn_id_, drawn_value_;
-  std::vector<int32_t> host_drawn_id_;
-  std::vector<float> host_drawn_value_;
+  Mirror<float> temperature_, scale_, drawn_value_;
+  Mirror<uint64_t> seed_;
+  Mirror<int64_t> position_;
+  Mirror<int32_t> drawn_id_;
 
   LogitEditor editor_;
   std::vector<std::vector<float>>

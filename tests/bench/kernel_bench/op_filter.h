@@ -94,6 +94,9 @@ class OpFilter final : public kernels::Backend {
   absl::Status KvWrite(const kernels::KvWriteArgs& args) override {
     return Do([&] { return OpFacts{"kv_write"}; }, [&] { return base_.KvWrite(args); });
   }
+  absl::Status ScaleRows(const kernels::ScaleRowsArgs& args) override {
+    return Do([&] { return OpFacts{"scale_rows"}; }, [&] { return base_.ScaleRows(args); });
+  }
   absl::Status TableWrite(const kernels::TableWriteArgs& args) override {
     return Do([&] { return OpFacts{"table_write"}; }, [&] { return base_.TableWrite(args); });
   }

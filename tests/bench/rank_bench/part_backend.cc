@@ -91,6 +91,7 @@ class PartBackend final : public kernels::Backend {
   KDT_PART_OP(KvWrite, Part::kSmall)
   KDT_PART_OP(KvMove, Part::kSmall)
   KDT_PART_OP(TableWrite, Part::kSmall)
+  KDT_PART_OP(ScaleRows, Part::kSampling)
   KDT_PART_OP(VerifyAttention, Part::kAttention)
   KDT_PART_OP(Compare, Part::kNone)
   KDT_PART_OP(DraftAttention, Part::kDraft)

@@ -161,6 +161,19 @@ TEST_CASE("gumbel_argmax says which rows hold a logit that is not finite", "[gum
   }
 }
 
+TEST_CASE("scale_rows multiplies the rows that have a factor", "[scale_rows]") {
+  std::mt19937 rng(23);
+  Matrix x(3, 37, 2);
+  x.Fill(rng);
+  const Matrix before = x;
+  const float factor[] = {0.7f, 1.0f, 3.0f};
+  REQUIRE(MakeBackend(2)->ScaleRows({x.tensor(), factor}).ok());
+  for (int64_t r = 0; r < 3; ++r) {
+    for (int64_t c = 0; c < 37; ++c) CHECK(x.at(r, c) == before.at(r, c) * factor[r]);
+  }
+  CHECK(x.GapsUntouched());
+}
+
 TEST_CASE("gumbel_argmax draws from the softmax", "[gumbel]") {
   constexpr int64_t kRows = 4000;
   const double probability[] = {0.5, 0.3, 0.15, 0.05};

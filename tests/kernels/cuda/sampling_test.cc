@@ -41,6 +41,20 @@ TEST_CASE("cuda: logits_top_k gives the CPU's ids and statistics, ties and broke
   }
 }
 
+TEST_CASE("cuda: scale_rows gives the CPU's bits") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(12);
+  const int64_t rows = 3, cols = 5003;
+  std::normal_distribution<float> normal(0.0f, 3.0f);
+  std::vector<float> values(rows * cols);
+  for (float& v : values) v = normal(rng);
+  const std::vector<float> factor = {0.7f, 1.0f, 1.0f / 0.3f};
+  const OnGpu<float> device(values), device_factor(factor);
+  REQUIRE(Cpu().ScaleRows({MakeTensor(values.data(), DType::kF32, rows, cols), factor.data()}).ok());
+  REQUIRE(Gpu()->ScaleRows({MakeTensor(device.data(), DType::kF32, rows, cols), device_factor.data()}).ok());
+  CHECK(device.Get() == values);
+}
+
 TEST_CASE("cuda: gumbel_argmax gives the CPU's choice and value, bit for bit") {
   KDT_NEED_GPU();
   std::mt19937 rng(10);

@@ -39,7 +39,8 @@ std::string RunMix(EngineGroup& group, bool general) {
     v1::StepRequest request;
     if (step < kRequests) {
       v1::SamplingState sampling = Sampling(static_cast<uint32_t>(prompts[step].size()), step);
-      if (general) sampling.set_logprobs(2);
+      if (general && step % 2 == 0) sampling.set_logprobs(2);
+      if (general && step % 2 == 1) sampling.set_top_p(0.9f);
       AddCreate(&request, step + 1, sampling);
       v1::PrefillChunk* chunk = AddChunk(&request, step + 1, 0, prompts[step]);
       chunk->set_sample(true);

@@ -139,6 +139,7 @@ class Backend {
   virtual absl::Status Router(const RouterArgs& args) = 0;
   virtual absl::Status Moe(const MoeArgs& args) = 0;
   virtual absl::Status LogitsTopK(const LogitsTopKArgs& args) = 0;
+  virtual absl::Status ScaleRows(const ScaleRowsArgs& args) = 0;
   virtual absl::Status GumbelArgmax(const GumbelArgmaxArgs& args) = 0;
   virtual absl::Status TreeWalk(const TreeWalkArgs& args) = 0;
 };

@@ -34,4 +34,10 @@ struct GumbelArgmaxArgs {
   int32_t* bad = nullptr;     // [rows] 1 when a logit is not finite, else 0; nullptr: not asked
 };
 
+// x[r] *= factor[r], each product rounded once.
+struct ScaleRowsArgs {
+  Tensor x;             // f32 [rows, cols]
+  const float* factor;  // [rows]; rows with 1 are left alone
+};
+
 }  // namespace kdt::kernels
