@@ -104,8 +104,9 @@ TEST_CASE("cuda: graphs give the bits of the same shapes op by op; a strict engi
     const auto group = Start(options);
     const EngineStats before = group->engine(0).stats();
     CHECK((before.graphs > 0) == (mode == StepMode::kAuto));
-    std::printf("%ld graphs of %ld nodes in %.3f s\n", static_cast<long>(before.graphs),
-                static_cast<long>(before.graph_nodes), before.capture_seconds);
+    std::printf("%ld graphs of %ld nodes in %.3f s, %.1f MB of the device in use\n",
+                static_cast<long>(before.graphs), static_cast<long>(before.graph_nodes),
+                before.capture_seconds, static_cast<double>(group->backend(0).memory()->used_bytes) / 1e6);
     seen.push_back(RunMix(*group, false));
     const EngineStats after = group->engine(0).stats();
     CHECK(after.general_draws == 0);
@@ -226,8 +227,9 @@ TEST_CASE("cuda: a sequence that is moved between steps goes on with the same bi
   KDT_NEED_GPU();
   constexpr uint64_t kFillers = 12;
   constexpr uint32_t kPrompt = 4, kSteps = 36;
-  // Everything drawn and drafted for sequence 1; it grows through the holes that its neighbours leave.
-  const auto run = [&](int64_t slots, uint64_t* moved) {
+  // Everything drawn and drafted for sequence 1. With little room it grows through the holes that its
+  // neighbours leave.
+  const auto run = [&](int64_t slots, uint32_t expected, uint64_t* moved) {
     EngineOptions options = CudaOptions(true);
     options.kv_slots = slots;
     options.strict = true;
@@ -235,7 +237,7 @@ TEST_CASE("cuda: a sequence that is moved between steps goes on with the same bi
     const auto create = [&](v1::StepRequest* request, uint64_t id) {
       v1::CreateSequence* sequence = request->add_ops()->mutable_create();
       sequence->set_sequence_id(id);
-      sequence->set_expected_tokens(kPrompt);
+      sequence->set_expected_tokens(expected);
       *sequence->mutable_sampling() = Sampling(kPrompt, 2 * id + 1);
       return AddChunk(request, id, 0, {static_cast<int32_t>(id), 7, 8, 9});
     };
@@ -263,9 +265,9 @@ TEST_CASE("cuda: a sequence that is moved between steps goes on with the same bi
     return seen;
   };
   uint64_t moved = 0;
-  const std::string roomy = run(2048, &moved);
+  const std::string roomy = run(2048, 64, &moved);
   CHECK(moved == 0);
-  const std::string tight = run((kFillers + 1) * kPrompt + 2, &moved);
+  const std::string tight = run((kFillers + 1) * kPrompt + 2, kPrompt, &moved);
   CHECK(moved > 0);
   CHECK(tight == roomy);
 }
