@@ -30,7 +30,7 @@ ABSL_FLAG(int, requests, 120, "requests a setting");
 ABSL_FLAG(int, tokens, 32, "tokens a request");
 ABSL_FLAG(int, concurrency, 16, "requests at once");
 ABSL_FLAG(int, soak_steps, 3000, "steps of the soak");
-ABSL_FLAG(double, tolerance, 0.25, "largest gap in logits at which a token may differ");
+ABSL_FLAG(double, tolerance, 1.0, "largest gap in logits at which a token may differ");
 ABSL_FLAG(int, threads, 0, "compute threads of the reference; 0: the machine's cores, at most 8");
 ABSL_FLAG(std::string, json, "", "file for the results; empty: none");
 
