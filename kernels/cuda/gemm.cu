@@ -14,11 +14,12 @@ namespace {
 
 constexpr int kTileOuts = 32;  // of a block
 constexpr int kMaxSplits = 8;
-constexpr int kGatedRows = 32;  // more: the activation is made once, not in every block
+constexpr int kGatedRows = 16;  // more: the activation is made once, not in every block
 
 struct ChooseAll {
   ChoiceParams p;
   __device__ void operator()() const {
+#pragma unroll 1
     for (int row = threadIdx.x >> 5; row < p.rows; row += blockDim.x >> 5)
       ChooseRow<kChoiceExperts / 32>(p, row);
   }
@@ -63,11 +64,9 @@ cudaError_t Run(const Launch& launch, const StreamParams& p, int heads, const Mo
 template <int kTiles, bool kGated, typename More>
 cudaError_t ForRows(const Launch& launch, const StreamParams& p, int heads, const More& more) {
   constexpr int kInput = kTiles * (kGated ? 2 : 1);
-  using S = StreamShape<4, 1, kTileOuts / 16, kTiles,
-                        kInput <= 2   ? 4
-                        : kInput <= 4 ? 3
-                                      : 2,
-                        kInput <= 4 ? 3 : 2, kGated>;
+  constexpr int kDepth = kInput == 1 ? 4 : kInput <= 4 ? 3 : 2;
+  constexpr int kRounds = kInput == 2 ? 5 : kInput <= 4 ? 3 : 2;
+  using S = StreamShape<4, 1, kTileOuts / 16, kTiles, kDepth, kRounds, kGated>;
   return Run<S, 2>(launch, p, heads, more);
 }
 
@@ -110,8 +109,7 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const More& mor
   if constexpr (std::is_same_v<More, NothingMore>) {
     if (gemm.gated) {
       if (p.rows <= 8) return ForRows<1, true>(launch, p, heads, more);
-      if (p.rows <= 16) return ForRows<2, true>(launch, p, heads, more);
-      return ForRows<4, true>(launch, p, heads, more);
+      return p.rows <= kGatedRows ? ForRows<2, true>(launch, p, heads, more) : cudaErrorInvalidValue;
     }
     if (p.rows > 16) return ForRows<4, false>(launch, p, heads, more);
     if (p.rows > 8) return ForRows<2, false>(launch, p, heads, more);

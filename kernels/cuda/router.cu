@@ -9,8 +9,8 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int kChooseRows = 2;  // of a block of ChooseKernel
-constexpr int kMaxRouted = 4096;
+constexpr int kChooseRows = 2;     // of a block of ChooseKernel
+constexpr int kMaxRouted = 1024;   // in a warp's registers
 constexpr int kMaxRowsAtOnce = 4;  // chosen by the last block, a warp each
 
 template <typename T>
@@ -91,8 +91,9 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
     });
   }
   if (error != cudaSuccess) return error;
-  const auto kernel =
-      experts <= kChoiceExperts ? ChooseKernel<kChoiceExperts / 32> : ChooseKernel<kMaxRouted / 32>;
+  const auto kernel = experts <= 384              ? ChooseKernel<384 / 32>
+                      : experts <= kChoiceExperts ? ChooseKernel<kChoiceExperts / 32>
+                                                  : ChooseKernel<kMaxRouted / 32>;
   return LaunchAfter(launch, kernel, dim3(Blocks(rows, kChooseRows)), dim3(32 * kChooseRows), 0, choice);
 }
 

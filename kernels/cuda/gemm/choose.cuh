@@ -29,16 +29,40 @@ __device__ __forceinline__ uint32_t OrderedKey(float x) {
 
 __device__ __forceinline__ float Sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
+// The largest key, the earliest among equals. Few are compared in a tree, so that the comparisons overlap;
+// for many there are not the registers.
+template <int kCount>
+__device__ __forceinline__ void Largest(const uint32_t (&keys)[kCount], uint32_t& best, int& at) {
+  if constexpr (kCount > 16) {
+    best = keys[0];
+    at = 0;
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) {
+      if (keys[i] > best) best = keys[i], at = i;
+    }
+  } else {
+    uint32_t value[kCount];
+    int place[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) value[i] = keys[i], place[i] = i;
+#pragma unroll
+    for (int width = 1; width < kCount; width *= 2) {
+#pragma unroll
+      for (int i = 0; i + width < kCount; i += 2 * width) {
+        if (value[i + width] > value[i]) value[i] = value[i + width], place[i] = place[i + width];
+      }
+    }
+    best = value[0];
+    at = place[0];
+  }
+}
+
 // All lanes of a warp. kPerLane * 32 is at least the number of experts.
 template <int kPerLane>
 __device__ __forceinline__ void ChooseRow(const ChoiceParams& p, int row) {
   const int lane = threadIdx.x & 31;
   int32_t* const ids = p.ids + static_cast<int64_t>(row) * p.top_k;
   float* const weights = p.weights + static_cast<int64_t>(row) * p.top_k;
-  if (p.row_count != nullptr && row >= *p.row_count) {  // padding
-    if (lane < p.top_k) ids[lane] = -1, weights[lane] = 0.0f;
-    return;
-  }
   const float* const scores = p.scores + static_cast<int64_t>(row) * p.experts;
   uint32_t keys[kPerLane];
 #pragma unroll
@@ -46,17 +70,16 @@ __device__ __forceinline__ void ChooseRow(const ChoiceParams& p, int row) {
     const int e = lane + 32 * i;
     keys[i] = e < p.experts ? OrderedKey(Sigmoid(__ldcg(scores + e)) + p.bias[e]) : 0;
   }
-  uint32_t best = 0;  // of this lane's, and its place
-  int at = 0;
+  if (p.row_count != nullptr && row >= *p.row_count) {  // padding
+    if (lane < p.top_k) ids[lane] = -1, weights[lane] = 0.0f;
+    return;
+  }
   int mine = 0x7fffffff;  // lane k: the k-th choice
 #pragma unroll 1
   for (int k = 0; k < p.top_k; ++k) {
-    best = keys[0];
-    at = 0;
-#pragma unroll
-    for (int i = 1; i < kPerLane; ++i) {
-      if (keys[i] > best) best = keys[i], at = i;
-    }
+    uint32_t best;
+    int at;
+    Largest(keys, best, at);
     const uint32_t most = __reduce_max_sync(~0u, best);
     const int expert = best == most ? lane + 32 * at : 0x7fffffff;
     const int chosen = static_cast<int>(__reduce_min_sync(~0u, static_cast<unsigned>(expert)));
@@ -66,20 +89,23 @@ __device__ __forceinline__ void ChooseRow(const ChoiceParams& p, int row) {
     }
     if (lane == k) mine = chosen;
   }
-  // Listed, and summed, by rising expert.
+  // Listed, and summed, by rising expert: lane r takes the one of rank r.
   const float score = lane < p.top_k ? Sigmoid(__ldcg(scores + mine)) : 0.0f;
-  int rank = 0;
-#pragma unroll 1
+  int rank = 0, holder = 0;
+#pragma unroll 4
   for (int k = 0; k < p.top_k; ++k) rank += __shfl_sync(~0u, mine, k) < mine;
-  float sum = 0.0f;
-#pragma unroll 1
+#pragma unroll 4
   for (int k = 0; k < p.top_k; ++k) {
-    const unsigned holder = __ballot_sync(~0u, lane < p.top_k && rank == k);
-    sum += __shfl_sync(~0u, score, __ffs(static_cast<int>(holder)) - 1);
+    if (__shfl_sync(~0u, rank, k) == lane) holder = k;
   }
+  const float sorted = __shfl_sync(~0u, score, holder);
+  const int expert = __shfl_sync(~0u, mine, holder);
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int k = 0; k < p.top_k; ++k) sum += __shfl_sync(~0u, sorted, k);
   if (lane >= p.top_k) return;
-  ids[rank] = mine;
-  weights[rank] = score * (p.normalize ? p.scale / (sum + 1e-20f) : p.scale);
+  ids[lane] = expert;
+  weights[lane] = sorted * (p.normalize ? p.scale / (sum + 1e-20f) : p.scale);
 }
 
 }  // namespace kdt::cuda
