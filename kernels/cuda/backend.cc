@@ -2,7 +2,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <string>
 
@@ -29,9 +28,6 @@ std::string Uuid(const cudaUUID_t& uuid) {
 class CudaBackend final : public Backend {
  public:
   static absl::StatusOr<std::unique_ptr<Backend>> Make(const CudaBackendOptions& options) {
-    // All kernels are loaded at once, before anything is captured, and none in the middle of a step. Read by the
-    // driver when it starts; someone who has set it otherwise has it so.
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
     int devices = 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
     if (options.device < 0 || options.device >= devices) {
