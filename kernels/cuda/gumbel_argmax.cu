@@ -10,8 +10,8 @@ namespace kdt::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int64_t kManyRows = 64;  // from here on a block a row fills the chip
-constexpr int kParts = 8;          // blocks a row below
+constexpr int64_t kManyRows = 512;  // from here on a block a row fills the chip
+constexpr int kParts = 8;           // blocks a row below
 
 struct Found {
   Best best;
