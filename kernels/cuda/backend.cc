@@ -55,7 +55,7 @@ class CudaBackend final : public Backend {
     absl::StatusOr<void*> workspace = backend->Allocate(backend->launch_.workspace_bytes);
     if (!workspace.ok()) return workspace.status();
     backend->launch_.workspace = *workspace;
-    absl::StatusOr<void*> counters = backend->Allocate(cuda::kCounters * sizeof(unsigned));
+    absl::StatusOr<void*> counters = backend->Allocate(cuda::kAllCounters * sizeof(unsigned));
     if (!counters.ok()) return counters.status();
     backend->launch_.counters = static_cast<unsigned*>(*counters);
     return backend;
@@ -149,6 +149,9 @@ class CudaBackend final : public Backend {
     return Do("draft_attention", cuda::DraftAttention, args);
   }
   absl::Status Router(const RouterArgs& args) override { return Do("router", cuda::Router, args); }
+  absl::Status PrepareExperts(const Int4Experts& weights) override {
+    return Do("prepare_experts", cuda::OrderExperts, weights);
+  }
   absl::Status Moe(const MoeArgs& args) override { return Do("moe", cuda::Moe, args); }
   absl::Status LogitsTopK(const LogitsTopKArgs& args) override {
     return Do("logits_top_k", cuda::LogitsTopK, args);

@@ -17,8 +17,6 @@ constexpr struct {
   const char* op;
 } kMainKernels[] = {{"VerifyPartial", "verify_attention"},
                     {"VerifyReduce", "verify_attention_reduce"},
-                    {"GateUpKernel", "moe_gate_up"},
-                    {"DownKernel", "moe_down"},
                     {"MoeKernel", "moe"},
                     {"StreamKernel", "gemm_stream"},
                     {"TileKernel", "gemm_tile"},

@@ -1,265 +1,368 @@
-// Routed experts in four kernels, each a programmatic dependent of the one before:
-//   prepare  each row of x as float16 pairs in the order the products want them, with one power of two a row
-//   gate_up  a block takes 16 gate rows and the 16 up rows beside them of one expert, its eight warps share
-//   the inputs, and
-//            it ends in silu(gate) * up for every pair (row, expert), rounded to bf16
-//   down     a warp takes 32 hidden rows of one expert over all of the inner width
-//   sum      each row adds its pairs up by rising expert
-// Weights of an expert are read once for up to eight of its rows. gate_up and down find their expert in the
-// router's choice themselves (moe/experts.cuh), and their first weights are on their way before they wait for
-// the kernel before.
-#include "kernels/cuda/common/types.cuh"
-#include "kernels/cuda/moe/experts.cuh"
-#include "kernels/cuda/moe/int4.cuh"
+// Routed experts: one kernel of persistent blocks for gate_up, silu and down (moe/schedule.cuh: the order of
+// work; moe/int4.cuh: the products), and for more than a few rows a second one that sums over experts.
+// Weights of an expert are read once for up to 16 of its rows.
+#include <algorithm>
+
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/moe/schedule.cuh"
 #include "kernels/cuda/ops.h"
 
 namespace kdt::cuda {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kAhead = 2;      // units a lane has in flight
-constexpr int kDownTiles = 2;  // tiles of 16 rows of a warp of `down`
+#ifndef KDT_MOE_BLOCKS
+#define KDT_MOE_BLOCKS 1
+#endif
+#ifndef KDT_MOE_DIRECT_ROWS
+#define KDT_MOE_DIRECT_ROWS 8
+#endif
+constexpr int kDirectRows = KDT_MOE_DIRECT_ROWS;  // at most 8 (and 64 pairs) for DownMode::kDirect
+constexpr int kExchangeBytes = 16384;
+constexpr int kMaxPairs = 8192;  // of a launch
+constexpr int kFewPairs = 2048;  // that leave room for a fourth slot
 
-struct MoeParams {
-  const bf16* x;
-  int64_t x_stride;
-  kernels::Int4Experts w;
-  const int32_t* ids;
-  const float* weights;
-  int rows, top_k;
-  uint4* pairs_in;   // [rows, hidden / 8]: x as pairs
-  float* row_scale;  // [rows]: what the products of a row are to be multiplied by
-  bf16* activation;  // [pairs, inner]
-  float* product;    // [pairs, hidden]
-  void* out;
-  int64_t out_stride;
-  bool accumulate;
+// Dynamic shared memory: the rings, the exchange, then these and the list of pairs.
+struct Control {
+  uint4 surplus;
+  Choice choice;
+  int tickets[kTicketRing];
 };
+template <int kSlots>
+constexpr int kRingBytes = kMoeWarps* kSlots* kUnitBytes;
+constexpr int MoeSharedBytes(int slots, int pairs) {
+  return kMoeWarps * slots * kUnitBytes + kExchangeBytes + static_cast<int>(sizeof(Control)) +
+         (pairs * 2 + 15) / 16 * 16;
+}
+static_assert(MoeSharedBytes(4, kFewPairs) <= 101376 && MoeSharedBytes(3, kMaxPairs) <= 101376);
 
-__global__ void __launch_bounds__(256) PrepareKernel(const __grid_constant__ MoeParams p) {
-  __shared__ float shared[8];
-  LaunchDependents();
-  const int chunks = static_cast<int>(p.w.hidden / 8);
-  const uint4* from = reinterpret_cast<const uint4*>(p.x + blockIdx.x * p.x_stride);
-  float top = 0.0f;
-  for (int i = threadIdx.x; i < chunks; i += blockDim.x) top = fmaxf(top, LargestOf(from[i]));
+__device__ __forceinline__ unsigned LoadAcquire(const unsigned* from) {
+  unsigned v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
+// One warp's share of a cell for one pass: acc = W x over its units. x are the columns at inputs 8 t of the
+// first unit.
+template <int kColumns, int kSlots, bool kWhole>
+__device__ __forceinline__ void MultiplyCell(float (&acc)[kColumns][2][4], Stream<kSlots, kWhole>& stream,
+                                             const unsigned char* ring, int& slot, const Units& units,
+                                             int groups, const bf16* (&x)[kColumns], const Surplus& surplus,
+                                             int lane) {
+  uint4 next[kUnitGroups][kColumns];
+  int here = groups - units.first * kUnitGroups;  // groups from this unit on
+  const auto load = [&](int left) {
 #pragma unroll
-  for (int d = 16; d > 0; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-  if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = top;
+    for (int j = 0; j < kUnitGroups; ++j) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n)
+        next[j][n] = *reinterpret_cast<const uint4*>(x[n] + (kWhole ? j : min(j, left - 1)) * 32);
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) x[n] += units.step * (kUnitGroups * 32);
+  };
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) acc[n][m][0] = acc[n][m][1] = acc[n][m][2] = acc[n][m][3] = 0.0f;
+  }
+  if (units.count > 0) load(here);
+#pragma unroll 1
+  for (int left = units.count; left > 0; --left) {
+    uint4 now[kUnitGroups][kColumns];
+#pragma unroll
+    for (int j = 0; j < kUnitGroups; ++j) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) now[j][n] = next[j][n];
+    }
+    stream.Take();
+    if (left > 1) load(here - units.step * kUnitGroups);
+    const unsigned char* weights = ring + slot * kUnitBytes + lane * 16;
+    const unsigned char* scales = ring + slot * kUnitBytes + kUnitWeightBytes + (lane >> 2) * 8;
+    if (kWhole || here >= kUnitGroups) {
+      MultiplyGroups<kUnitGroups, kColumns>(acc, weights, scales, now, surplus);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kUnitGroups - 1; ++j) {
+        if (j < here)
+          MultiplyGroups<1, kColumns>(acc, weights + j * kGroupBytes, scales + j * kGroupScaleBytes, now + j,
+                                      surplus);
+      }
+    }
+    here -= units.step * kUnitGroups;
+    slot = slot + 1 == kSlots ? 0 : slot + 1;
+  }
+}
+
+// What the warps' shares of a cell add up to, by rising warp. Thread i < 128 gets value (lane i / 4, element
+// i % 4) of both halves. `flip` chooses one of two buffers where a buffer holds one batch of columns; the
+// barrier between a buffer's write and its reading also lies between the other buffer's reading and its next
+// write.
+template <int kColumns>
+__device__ __forceinline__ void AddWarps(float (&acc)[kColumns][2][4], float* exchange, int& flip, int warp,
+                                         int lane) {
+  float* const buffer = exchange + (kColumns == 1 ? flip * (kExchangeBytes / 8) : 0);
+  flip ^= 1;
+  if (kColumns > 1) __syncthreads();
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+      *reinterpret_cast<float4*>(buffer + ((n * kMoeWarps + warp) * 2 + m) * 128 + lane * 4) =
+          make_float4(acc[n][m][0], acc[n][m][1], acc[n][m][2], acc[n][m][3]);
+  }
   __syncthreads();
+  if (threadIdx.x < 128) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) top = fmaxf(top, shared[i]);
-  const float scale = InputScale(top);
-  if (threadIdx.x == 0) p.row_scale[blockIdx.x] = 1.0f / scale;
-  uint4* to = p.pairs_in + static_cast<int64_t>(blockIdx.x) * chunks;
-  for (int i = threadIdx.x; i < chunks; i += blockDim.x) to[i] = PairInputs(from[i], scale);
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kMoeWarps; ++w) sum += buffer[((n * kMoeWarps + w) * 2 + m) * 128 + threadIdx.x];
+        acc[n][m][0] = sum;
+      }
+    }
+  }
+  if (kColumns > 1) __syncthreads();
 }
 
-template <bool kWhole>
-__global__ void __launch_bounds__(32 * kWarps, kWhole ? 2 : 1)
-    GateUpKernel(const __grid_constant__ MoeParams p) {
-  __shared__ ExpertList list;
-  __shared__ float sums[kWarps][2][16][9];
-  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const int g = lane >> 2, t = lane & 3;
-  const int inner = static_cast<int>(p.w.inner), hidden = static_cast<int>(p.w.hidden), groups = hidden / 32;
-  const int pairs = p.rows * p.top_k;
-  LaunchDependents();
-  const int first_expert = static_cast<int>(p.w.first_expert);
-  const int expert = FindExpert(list, p.ids, pairs, first_expert, static_cast<int>(p.w.experts), blockIdx.y);
-  if (expert < 0) {
-    // No kernel of the chain may end before the one in front of it, also when no expert of this rank is
-    // chosen.
-    if (blockIdx.y == 0) WaitForPrevious();
-    return;
+template <int kSlots, bool kWhole>
+class Worker {
+ public:
+  __device__ __forceinline__ Worker(const MoeParams& p, const Shape& s, Control& control,
+                                    const uint16_t* pairs, float* exchange, const unsigned char* ring,
+                                    int warp, int lane)
+      : p_(p),
+        s_(s),
+        control_(control),
+        pairs_(pairs),
+        exchange_(exchange),
+        ring_(ring),
+        warp_(warp),
+        lane_(lane),
+        g_(lane >> 2),
+        t_(lane & 3),
+        done_(DoneCounters(p, control.choice.phase)),
+        surplus_(&control.surplus),
+        stream_(p, s, control.choice, control.tickets, SharedAddress(ring), warp, lane) {
+    stream_.Fill();
   }
-  const int first_out = blockIdx.x * 16;
-  // The inner width is a multiple of 32, so tiles of 16 rows are whole.
-  const int64_t row = static_cast<int64_t>(expert) * 2 * inner + first_out + g;
-  const uint32_t* const words = p.w.gate_up + row * (hidden / 8);
-  const uint16_t* const scales = p.w.gate_up_scale + row * groups;
-  const int up_words = inner * (hidden / 8), up_scales = inner * groups;
-  const int units = (groups + 3) / 4;
-  Int4Unit ahead[kAhead][2];
-  auto load_ahead = [&] {
-#pragma unroll
-    for (int d = 0; d < kAhead; ++d) {
-      LoadUnit<kWhole>(ahead[d][0], words, scales, warp + d * kWarps, groups, t);
-      LoadUnit<kWhole>(ahead[d][1], words + up_words, scales + up_scales, warp + d * kWarps, groups, t);
-    }
-  };
-  load_ahead();
-  WaitForPrevious();
-  for (int skip = 0;; skip += kListPairs) {
-    ListPairs(list, p.ids, pairs, list.expert + static_cast<int>(p.w.first_expert), skip);
-    const int count = min(list.count, kListPairs);
-    for (int first = 0; first < count; first += 8) {
-      // Columns past the last pair repeat it; what they give is not stored.
-      const int pair = list.pairs[min(first + g, count - 1)];
-      const uint4* x = p.pairs_in + static_cast<int64_t>(pair / p.top_k) * (hidden / 8) + t;
-      float acc[2][4] = {};
-      if (skip + first > 0) load_ahead();
-#pragma unroll 1
-      for (int unit = warp; unit < units; unit += kAhead * kWarps) {
-#pragma unroll
-        for (int d = 0; d < kAhead; ++d) {
-          const int now = unit + d * kWarps;
-          if (now >= units) break;
-          uint4 in[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) in[j] = x[(kWhole ? now * 4 + j : min(now * 4 + j, groups - 1)) * 4];
-          MultiplyUnit(acc, ahead[d], in, t);
-          LoadUnit<kWhole>(ahead[d][0], words, scales, now + kAhead * kWarps, groups, t);
-          LoadUnit<kWhole>(ahead[d][1], words + up_words, scales + up_scales, now + kAhead * kWarps, groups,
-                           t);
-        }
-      }
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sums[warp][part][8 * (c >> 1) + g][2 * t + (c & 1)] = acc[part][c];
-      }
-      __syncthreads();
-      if (threadIdx.x < 128) {
-        const int out = threadIdx.x & 15, column = threadIdx.x >> 4;
-        float gate = 0.0f, up = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kWarps; ++i) gate += sums[i][0][out][column], up += sums[i][1][out][column];
-        if (first + column < count) {
-          const int to = list.pairs[first + column];
-          const float scale = p.row_scale[to / p.top_k];
-          gate *= scale;
-          up *= scale;
-          p.activation[static_cast<int64_t>(to) * inner + first_out + out] =
-              __float2bfloat16_rn(gate / (1.0f + expf(-gate)) * up);
-        }
-      }
-      __syncthreads();
-    }
-    if (list.count <= kListPairs) break;
-  }
-}
 
-// Dynamic shared memory: eight pairs' activations as float16 pairs, a row every inner / 8 + 1 chunks.
-template <bool kWhole>
-__global__ void __launch_bounds__(32 * kWarps, kWhole ? 2 : 1)
-    DownKernel(const __grid_constant__ MoeParams p) {
-  extern __shared__ uint4 staged[];
-  __shared__ ExpertList list;
-  __shared__ float column_scale[8];
-  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const int g = lane >> 2, t = lane & 3;
-  const int inner = static_cast<int>(p.w.inner), hidden = static_cast<int>(p.w.hidden), groups = inner / 32;
-  const int pairs = p.rows * p.top_k;
-  LaunchDependents();
-  const int first_expert = static_cast<int>(p.w.first_expert);
-  const int expert = FindExpert(list, p.ids, pairs, first_expert, static_cast<int>(p.w.experts), blockIdx.y);
-  if (expert < 0) {
-    // No kernel of the chain may end before the one in front of it, also when no expert of this rank is
-    // chosen.
-    if (blockIdx.y == 0) WaitForPrevious();
-    return;
-  }
-  // The hidden width is a multiple of 32 = 16 kDownTiles; warps past its end repeat the last tiles and store
-  // nothing.
-  const int wanted_out = (blockIdx.x * kWarps + warp) * 16 * kDownTiles;
-  const int first_out = min(wanted_out, hidden - 16 * kDownTiles);
-  const int64_t row = static_cast<int64_t>(expert) * hidden + first_out + g;
-  const uint32_t* const words = p.w.down + row * (inner / 8);
-  const uint16_t* const scales = p.w.down_scale + row * groups;
-  const int units = (groups + 3) / 4;
-  Int4Unit ahead[kAhead][kDownTiles];
-  auto load_ahead = [&] {
-#pragma unroll
-    for (int d = 0; d < kAhead; ++d) {
-#pragma unroll
-      for (int m = 0; m < kDownTiles; ++m)
-        LoadUnit<kWhole>(ahead[d][m], words + m * 16 * (inner / 8), scales + m * 16 * groups, d, groups, t);
-    }
-  };
-  load_ahead();
-  const int chunks = inner / 8, pitch = chunks + 1;
-  WaitForPrevious();
-  for (int skip = 0;; skip += kListPairs) {
-    ListPairs(list, p.ids, pairs, list.expert + static_cast<int>(p.w.first_expert), skip);
-    const int count = min(list.count, kListPairs);
-    for (int first = 0; first < count; first += 8) {
-      // Warp w brings in pair w; columns past the last pair repeat it.
-      __syncthreads();
-      const uint4* from = reinterpret_cast<const uint4*>(
-          p.activation + static_cast<int64_t>(list.pairs[min(first + warp, count - 1)]) * inner);
-      float top = 0.0f;
-      for (int i = lane; i < chunks; i += 32) top = fmaxf(top, LargestOf(from[i]));
-#pragma unroll
-      for (int d = 16; d > 0; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-      const float scale = InputScale(top);
-      if (lane == 0) column_scale[warp] = 1.0f / scale;
-      for (int i = lane; i < chunks; i += 32) staged[warp * pitch + i] = PairInputs(from[i], scale);
-      __syncthreads();
-      float acc[kDownTiles][4] = {};
-      if (skip + first > 0) load_ahead();
-#pragma unroll 1
-      for (int unit = 0; unit < units; unit += kAhead) {
-#pragma unroll
-        for (int d = 0; d < kAhead; ++d) {
-          const int now = unit + d;
-          if (now >= units) break;
-          uint4 in[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            in[j] = staged[g * pitch + (kWhole ? now * 4 + j : min(now * 4 + j, groups - 1)) * 4 + t];
-          MultiplyUnit(acc, ahead[d], in, t);
-#pragma unroll
-          for (int m = 0; m < kDownTiles; ++m)
-            LoadUnit<kWhole>(ahead[d][m], words + m * 16 * (inner / 8), scales + m * 16 * groups,
-                             now + kAhead, groups, t);
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < kDownTiles; ++m) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const int column = 2 * t + (c & 1), out = first_out + 16 * m + 8 * (c >> 1) + g;
-          if (first + column < count && wanted_out == first_out) {
-            p.product[static_cast<int64_t>(list.pairs[first + column]) * hidden + out] =
-                acc[m][c] * column_scale[column];
+  __device__ __forceinline__ void Run() {
+    for (int seq = 0;; ++seq) {
+      int ticket;
+      do {
+        ticket = __shfl_sync(~0u, *static_cast<volatile int*>(&control_.tickets[seq % kTicketRing]), 0);
+        stream_.Fill();
+      } while (ticket >> 20 != (seq & 0x7ff));
+      const Item item = MakeItem(s_, p_.mode, control_.choice.active, warp_, ticket & 0xfffff);
+      if (item.kind == ItemKind::kEnd) return;
+      const bool gate = item.kind == ItemKind::kGateUp;
+      const Units units = UnitsOf(s_, item.kind, p_.mode, warp_);
+      for (int cell = 0; cell < item.cells; ++cell) {
+        const int active = item.active + cell * item.active_step, tile = item.tile + cell * item.tile_step;
+        const int begin = control_.choice.begin[active], count = control_.choice.begin[active + 1] - begin;
+        if (!gate) WaitForExpert(active);
+        for (int first = 0; first < count;) {
+          if (count - first > 8) {
+            Pass<2>(gate, units, active, tile, begin + first, count - first);
+            first += 16;
+          } else {
+            Pass<1>(gate, units, active, tile, begin + first, count - first);
+            first += 8;
           }
         }
+        // Four warps finish gate_up's tile; each says so for itself.
+        if (gate && warp_ < 4) {
+          __syncwarp();
+          if (lane_ == 0)
+            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(done_ + active) : "memory");
+        }
+      }
+      if (!gate && p_.mode == DownMode::kDirect) {
+        SumExperts(item.tile);
+      } else if (!gate && p_.mode == DownMode::kWarp) {
+        __syncthreads();  // no warp runs ahead by more than an item, which the ring of tickets relies on
       }
     }
-    if (list.count <= kListPairs) break;
   }
+
+ private:
+  __device__ __forceinline__ void WaitForExpert(int active) {
+    if (active == ready_) return;
+    const unsigned target = static_cast<unsigned>(s_.gate_tiles) * 4;
+    while (LoadAcquire(done_ + active) < target) {
+    }
+    ready_ = active;
+    __syncwarp();
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void Pass(bool gate, const Units& units, int active, int tile, int begin,
+                                       int left) {
+    const int hidden = static_cast<int>(p_.w.hidden), inner = static_cast<int>(p_.w.inner);
+    const bf16* x[kColumns];
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      // Columns past the last pair repeat it; what they give is not stored.
+      const int pair = pairs_[begin + min(8 * n + g_, left - 1)];
+      x[n] =
+          (gate ? p_.x + pair / p_.top_k * p_.x_stride : p_.activation + static_cast<int64_t>(pair) * inner) +
+          8 * t_ + units.first * (kUnitGroups * 32);
+    }
+    float acc[kColumns][2][4];
+    MultiplyCell<kColumns, kSlots, kWhole>(acc, stream_, ring_, slot_, units,
+                                           gate ? s_.hidden_groups : s_.inner_groups, x, surplus_, lane_);
+    if (gate || p_.mode == DownMode::kSplit) {
+      AddWarps<kColumns>(acc, exchange_, flip_, warp_, lane_);
+      if (threadIdx.x >= 128) return;
+      const int element = threadIdx.x & 3, from = threadIdx.x >> 2;
+      const int row = (from >> 2) + 8 * (element >> 1), column = 2 * (from & 3) + (element & 1);
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        if (8 * n + column >= left) break;
+        const int64_t pair = pairs_[begin + 8 * n + column];
+        const float low = acc[n][0][0], high = acc[n][1][0];
+        if (gate) {
+          p_.activation[pair * inner + tile * 16 + row] =
+              __float2bfloat16_rn(low / (1.0f + expf(-low)) * high);
+        } else {
+          float* to = p_.product + pair * hidden + tile * kUnitRows + row;
+          to[0] = low, to[16] = high;
+        }
+      }
+      return;
+    }
+    const bool direct = p_.mode == DownMode::kDirect;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int column = 8 * n + 2 * t_ + odd;
+        if (column >= left) continue;
+        const int64_t pair = pairs_[begin + column];
+        float* to = direct ? exchange_ + flip_ * (kExchangeBytes / 8) + pair * kUnitRows
+                           : p_.product + pair * hidden + tile * kUnitRows;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          to[16 * m + g_] = acc[n][m][odd];
+          to[16 * m + 8 + g_] = acc[n][m][2 + odd];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void SumExperts(int tile) {
+    const int row = threadIdx.x >> 5, column = tile * kUnitRows + (threadIdx.x & 31);
+    const float* from = exchange_ + flip_ * (kExchangeBytes / 8) + (threadIdx.x & 31);
+    flip_ ^= 1;
+    float sum = 0.0f, before = 0.0f;
+    const int64_t at = row * p_.out_stride + column;
+    if (p_.accumulate && row < p_.rows) {
+      before = p_.out_is_float ? static_cast<float*>(p_.out)[at] : ToFloat(static_cast<bf16*>(p_.out)[at]);
+    }
+    __syncthreads();
+    if (row >= p_.rows) return;
+    for (int k = 0; k < p_.top_k; ++k) {
+      const int pair = row * p_.top_k + k;
+      if (control_.choice.held >> pair & 1)
+        sum = fmaf(control_.choice.weights[pair], from[pair * kUnitRows], sum);
+    }
+    if (p_.accumulate) sum = before + sum;
+    if (p_.out_is_float) {
+      static_cast<float*>(p_.out)[at] = sum;
+    } else {
+      static_cast<bf16*>(p_.out)[at] = FromFloat<bf16>(sum);
+    }
+  }
+
+  const MoeParams& p_;
+  const Shape& s_;
+  Control& control_;
+  const uint16_t* const pairs_;
+  float* const exchange_;
+  const unsigned char* const ring_;
+  const int warp_, lane_, g_, t_;
+  unsigned* const done_;
+  int slot_ = 0, flip_ = 0, ready_ = -1;
+  const Surplus surplus_;
+  Stream<kSlots, kWhole> stream_;
+};
+
+template <int kSlots, bool kWhole>
+__global__ void __launch_bounds__(kMoeThreads, KDT_MOE_BLOCKS)
+    MoeKernel(const __grid_constant__ MoeParams p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  float* const exchange = reinterpret_cast<float*>(shared + kRingBytes<kSlots>);
+  Control& control = *reinterpret_cast<Control*>(shared + kRingBytes<kSlots> + kExchangeBytes);
+  uint16_t* const pairs = reinterpret_cast<uint16_t*>(&control + 1);
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int count = p.rows * p.top_k;
+  LaunchDependents();
+  if (threadIdx.x < kTicketRing) control.tickets[threadIdx.x] = -1;
+  if (threadIdx.x == 0) control.surplus = make_uint4(kSurplus, kSurplus, kSurplus, kSurplus);
+  WaitForPrevious();
+  // All of this is on its way at once: the first ticket, the choice and its weights.
+  unsigned ticket = 0;
+  if (threadIdx.x == kMoeThreads - 1) ticket = atomicAdd(p.state, 1u);
+  if (p.mode == DownMode::kDirect && threadIdx.x >= 64 && threadIdx.x - 64 < count)
+    control.choice.weights[threadIdx.x - 64] = p.weights[threadIdx.x - 64];
+  MakeChoice(control.choice, pairs, reinterpret_cast<int*>(exchange), p.ids, count,
+             static_cast<int>(p.w.first_expert), static_cast<int>(p.w.experts));
+  if (threadIdx.x == kMoeThreads - 1) {
+    control.tickets[0] = static_cast<int>(ticket & ~kPhaseBit);
+    control.choice.phase = ticket & kPhaseBit;
+  }
+  __syncthreads();
+  const int active = control.choice.active;
+  const Shape s(p, active);
+  // The other set of counters is for the next launch; the launch that used it has ended.
+  if (blockIdx.x == 0) {
+    unsigned* const other = DoneCounters(p, control.choice.phase ^ kPhaseBit);
+    for (int i = threadIdx.x; i < kMaxExperts; i += kMoeThreads) other[i] = 0;
+  }
+  if (threadIdx.x == 0) ResetAfterLast(p, s, control.choice, control.tickets[0]);
+  if (active == 0) {
+    if (p.mode == DownMode::kDirect && !p.accumulate) {
+      for (int64_t i = blockIdx.x * kMoeThreads + threadIdx.x; i < p.rows * p.w.hidden;
+           i += gridDim.x * kMoeThreads) {
+        const int64_t at = i / p.w.hidden * p.out_stride + i % p.w.hidden;
+        if (p.out_is_float) {
+          static_cast<float*>(p.out)[at] = 0.0f;
+        } else {
+          static_cast<bf16*>(p.out)[at] = FromFloat<bf16>(0.0f);
+        }
+      }
+    }
+    return;
+  }
+  Worker<kSlots, kWhole> worker(p, s, control, pairs, exchange, shared + warp * kSlots * kUnitBytes, warp,
+                                lane);
+  worker.Run();
 }
 
 template <typename T>
 __global__ void SumKernel(const __grid_constant__ MoeParams p) {
   const int64_t i = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x;
   WaitForPrevious();
+  LaunchDependents();
   if (i >= p.w.hidden) return;
   T* out = static_cast<T*>(p.out) + blockIdx.x * p.out_stride + i;
   float sum = 0.0f;
+#pragma unroll 8
   for (int k = 0; k < p.top_k; ++k) {
     const int pair = blockIdx.x * p.top_k + k;
     const int64_t expert = p.ids[pair] - p.w.first_expert;
-    if (expert >= 0 && expert < p.w.experts) sum += p.weights[pair] * p.product[pair * p.w.hidden + i];
+    if (expert >= 0 && expert < p.w.experts)
+      sum = fmaf(p.weights[pair], p.product[pair * p.w.hidden + i], sum);
   }
   *out = FromFloat<T>(p.accumulate ? ToFloat(*out) + sum : sum);
 }
 
-template <typename Kernel>
-cudaError_t LaunchAfter(const Launch& launch, Kernel kernel, dim3 grid, int threads, size_t shared,
-                        const MoeParams& p) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = launch.stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p);
+template <int kSlots, bool kWhole>
+cudaError_t LaunchMoe(const Launch& launch, const MoeParams& p) {
+  return LaunchAfter(launch, MoeKernel<kSlots, kWhole>, dim3(launch.processors * KDT_MOE_BLOCKS), kMoeThreads,
+                     MoeSharedBytes(kSlots, p.rows * p.top_k), p);
 }
 
 }  // namespace
@@ -269,48 +372,48 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args) {
   if (args.x.rows == 0 || w.experts == 0) return cudaSuccess;
   const bool fits = args.x.dtype == kernels::DType::kBF16 && args.x.stride % 8 == 0 &&
                     w.experts <= kMaxExperts && w.hidden % kernels::kInt4Group == 0 &&
-                    w.inner % kernels::kInt4Group == 0 &&
+                    w.inner % kernels::kInt4Group == 0 && args.top_k > 0 && args.top_k <= 64 &&
                     MoeWorkspace(args.x.rows, args.top_k, w.inner, w.hidden) <= launch.workspace_bytes;
   if (!fits) return cudaErrorInvalidValue;
-  const int64_t pairs = args.x.rows * args.top_k;
   MoeParams p;
-  p.x = Data<bf16>(args.x);
   p.x_stride = args.x.stride;
   p.w = w;
-  p.ids = args.expert_ids;
-  p.weights = args.expert_weights;
-  p.rows = static_cast<int>(args.x.rows);
   p.top_k = static_cast<int>(args.top_k);
-  p.pairs_in = static_cast<uint4*>(launch.workspace);
-  p.product = reinterpret_cast<float*>(p.pairs_in + args.x.rows * (w.hidden / 8));
-  p.activation = reinterpret_cast<bf16*>(p.product + pairs * w.hidden);
-  p.row_scale = reinterpret_cast<float*>(p.activation + pairs * w.inner);
-  p.out = args.out.data;
+  p.out_is_float = args.out.dtype == kernels::DType::kF32;
   p.out_stride = args.out.stride;
   p.accumulate = args.accumulate;
-
-  PrepareKernel<<<p.rows, 256, 0, launch.stream>>>(p);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  const int active = static_cast<int>(pairs < w.experts ? pairs : w.experts);  // at most
-  const dim3 gate_up(Blocks(w.inner, 16), active);
-  const auto gate_up_kernel = w.hidden % kUnit == 0 ? GateUpKernel<true> : GateUpKernel<false>;
-  if (const cudaError_t error = LaunchAfter(launch, gate_up_kernel, gate_up, 32 * kWarps, 0, p);
-      error != cudaSuccess)
-    return error;
-  const dim3 down(Blocks(w.hidden, kWarps * 16 * kDownTiles), active);
-  const size_t staged = static_cast<size_t>(8 * (w.inner / 8 + 1)) * sizeof(uint4);
-  const auto down_kernel = w.inner % kUnit == 0 ? DownKernel<true> : DownKernel<false>;
-  if (const cudaError_t error = LaunchAfter(launch, down_kernel, down, 32 * kWarps, staged, p);
-      error != cudaSuccess)
-    return error;
-  const dim3 sum(p.rows, Blocks(w.hidden, 256));
-  return args.out.dtype == kernels::DType::kF32 ? LaunchAfter(launch, SumKernel<float>, sum, 256, 0, p)
-                                                : LaunchAfter(launch, SumKernel<bf16>, sum, 256, 0, p);
+  p.state = launch.counters + kCounters;
+  const int64_t at_once = kMaxPairs / args.top_k;
+  for (int64_t first = 0; first < args.x.rows; first += at_once) {
+    p.rows = static_cast<int>(std::min(at_once, args.x.rows - first));
+    const int64_t pairs = p.rows * args.top_k;
+    const kernels::Tensor x = args.x.Rows(first, p.rows), out = args.out.Rows(first, p.rows);
+    p.x = Data<bf16>(x);
+    p.out = out.data;
+    p.ids = args.expert_ids + first * args.top_k;
+    p.weights = args.expert_weights + first * args.top_k;
+    p.mode = w.inner >= kMoeWarps * kUnitGroups * 32 ? DownMode::kSplit
+             : p.rows <= kDirectRows && pairs <= 64  ? DownMode::kDirect
+                                                     : DownMode::kWarp;
+    p.product = static_cast<float*>(launch.workspace);
+    p.activation = reinterpret_cast<bf16*>(p.product + pairs * w.hidden);
+    const bool whole = w.hidden % (kUnitGroups * 32) == 0 && w.inner % (kUnitGroups * 32) == 0;
+    const cudaError_t error = !whole               ? LaunchMoe<3, false>(launch, p)
+                              : pairs <= kFewPairs ? LaunchMoe<4, true>(launch, p)
+                                                   : LaunchMoe<3, true>(launch, p);
+    if (error != cudaSuccess) return error;
+    if (p.mode == DownMode::kDirect) continue;
+    const dim3 sum(p.rows, Blocks(w.hidden, 256));
+    const cudaError_t summed = p.out_is_float ? LaunchAfter(launch, SumKernel<float>, sum, 256, 0, p)
+                                              : LaunchAfter(launch, SumKernel<bf16>, sum, 256, 0, p);
+    if (summed != cudaSuccess) return summed;
+  }
+  return cudaSuccess;
 }
 
 size_t MoeWorkspace(int64_t rows, int64_t top_k, int64_t inner, int64_t hidden) {
-  return static_cast<size_t>(rows * top_k) * (hidden * 4 + inner * 2) +
-         static_cast<size_t>(rows) * (hidden * 2 + 4);
+  const int64_t pairs = std::min<int64_t>(rows * top_k, kMaxPairs);
+  return static_cast<size_t>(pairs) * (hidden * 4 + inner * 2);
 }
 
 }  // namespace kdt::cuda

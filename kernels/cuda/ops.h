@@ -34,6 +34,9 @@ struct Launch {
   unsigned* counters;  // kCounters zeros; every op leaves them zero
 };
 inline constexpr int kCounters = 16384;
+// Behind the counters: what the experts' kernel keeps from launch to launch (zeros at the start).
+inline constexpr int kMoeState = 2 + 2 * 1024;
+inline constexpr int kAllCounters = kCounters + kMoeState;
 
 cudaError_t Embedding(const Launch& launch, const kernels::EmbeddingArgs& args);
 cudaError_t RmsNorm(const Launch& launch, const kernels::RmsNormArgs& args);
@@ -54,6 +57,8 @@ cudaError_t DraftPrepare(const Launch& launch, const kernels::DraftPrepareArgs& 
 cudaError_t DraftAttention(const Launch& launch, const kernels::DraftAttentionArgs& args);
 cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args);
 cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args);
+// In place and once, when the weights have come: the order Moe reads them in (moe/int4.cuh). Uses the workspace.
+cudaError_t OrderExperts(const Launch& launch, const kernels::Int4Experts& weights);
 cudaError_t LogitsTopK(const Launch& launch, const kernels::LogitsTopKArgs& args);
 cudaError_t ScaleRows(const Launch& launch, const kernels::ScaleRowsArgs& args);
 cudaError_t GumbelArgmax(const Launch& launch, const kernels::GumbelArgmaxArgs& args);

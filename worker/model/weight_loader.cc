@@ -48,7 +48,7 @@ absl::Status WeightLoader::Finish(int threads) {
   if (mode_ == Mode::kPlan) return absl::OkStatus();
   const std::vector<Noted> noted = std::exchange(noted_, {});
   uint64_t done = constant_bytes_;
-  return copy_.Run(
+  KDT_RETURN_IF_ERROR(copy_.Run(
       *backend_, threads,
       [&](size_t tag, std::span<const std::byte> bytes) {
         noted[tag].source->Release(noted[tag].tensor, bytes);
@@ -56,7 +56,11 @@ absl::Status WeightLoader::Finish(int threads) {
       [&](uint64_t bytes) {
         done += bytes;
         if (progress_) progress_(done, total_);
-      });
+      }));
+  for (const kernels::Int4Experts& experts : std::exchange(experts_, {})) {
+    KDT_RETURN_IF_ERROR(backend_->PrepareExperts(experts));
+  }
+  return backend_->Synchronize();
 }
 
 absl::Status WeightLoader::CopyPart(const Part& part, char* to) {
@@ -174,6 +178,7 @@ absl::StatusOr<kernels::Int4Experts> WeightLoader::Experts(const std::string& pr
   result.gate_up_scale = reinterpret_cast<const uint16_t*>(gate_up_scale);
   result.down = reinterpret_cast<const uint32_t*>(down);
   result.down_scale = reinterpret_cast<const uint16_t*>(down_scale);
+  if (mode_ == Mode::kCopy) experts_.push_back(result);
   return result;
 }
 

@@ -1,139 +1,99 @@
-// INT4 weights as A operands of m16n8k16 in float16.
+// INT4 weights as A operands of m16n8k16 in bfloat16.
 //
-// Four groups of 32 inputs (128 inputs) are one unit: lane (g, t) loads the 16 bytes of group t of row g, and
-// a transposition within the four lanes of a row gives it word t of each group. A word holds inputs 8 t .. 8
-// t + 7; they are used in pairs (i, i + 4), because one mask takes both out of the word:
-//   i = 0, 2:  word & 0x000f000f | 0x6400 in both halves is 1024 + q in float16
-//   i = 1, 3:  word & 0x00f000f0 | 0x6400 in both halves is 1024 + 16 q, and its input comes divided by 16
-// so a word costs five integer operations. The wanted weight is q - 8; what is too much, 1032 x and 1152 (x /
-// 16), does not depend on the weights: a product with a constant A operand gives it once for all rows, as the
-// start of their sums. The sums of a group, exact up to float32 rounding, are then scaled in float32.
+// Weights lie in *units*: 32 weight rows times 128 inputs, four groups of 32 inputs behind each other. Of a
+// group, lane (g, t) has 16 bytes: one word (its inputs 8 t .. 8 t + 7) of each of the rows g, g + 8, g + 16,
+// g + 24. Within a word nibble i holds input 2 i and nibble i + 4 input 2 i + 1, so that one mask takes out a
+// pair that stands in the order in which x lies in memory: (word >> 4 i) & 0x000f000f | 0x4300 in both halves
+// is 128 + q in bfloat16, seven integer operations for eight weights. The wanted weight is q - 8; what is too
+// much, 136 x, does not depend on the weights: a product with a constant A operand gives it once for all
+// rows, as the start of their sums. The sums of a group, exact up to float32 rounding, are then scaled in
+// float32. The inputs go in as they are.
 #pragma once
 
 #include "kernels/cuda/common/ptx.cuh"
 
 namespace kdt::cuda {
 
-inline constexpr int kUnit = 128;  // inputs
-
-// in[j] of lane t is word j of group t; afterwards v[j] is word t of group j.
-__device__ __forceinline__ void TransposeQuad(uint32_t (&v)[4], int t) {
-  const bool odd = (t & 1) != 0, high = (t & 2) != 0;
-  const uint32_t a = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1);
-  const uint32_t b = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
-  v[0] = odd ? a : v[0], v[1] = odd ? v[1] : a, v[2] = odd ? b : v[2], v[3] = odd ? v[3] : b;
-  const uint32_t c = __shfl_xor_sync(~0u, high ? v[0] : v[2], 2);
-  const uint32_t d = __shfl_xor_sync(~0u, high ? v[1] : v[3], 2);
-  const uint32_t low0 = v[0], low1 = v[1];
-  v[0] = high ? c : low0, v[1] = high ? d : low1, v[2] = high ? v[2] : c, v[3] = high ? v[3] : d;
-}
+inline constexpr int kUnitRows = 32;
+inline constexpr int kUnitGroups = 4;
+inline constexpr int kGroupBytes = 512;      // weights of a group of a unit
+inline constexpr int kGroupScaleBytes = 64;  // [8][4] bf16: rows g, g + 8, g + 16, g + 24
+inline constexpr int kUnitWeightBytes = kUnitGroups * kGroupBytes;      // 2048
+inline constexpr int kUnitScaleBytes = kUnitGroups * kGroupScaleBytes;  // 256
+inline constexpr int kUnitBytes = kUnitWeightBytes + kUnitScaleBytes;
 
 __device__ __forceinline__ void Expand(uint32_t word, uint32_t (&pairs)[4]) {
-  const uint32_t next = word >> 8;
-  pairs[0] = (word & 0x000f000fu) | 0x64006400u;
-  pairs[1] = (word & 0x00f000f0u) | 0x64006400u;
-  pairs[2] = (next & 0x000f000fu) | 0x64006400u;
-  pairs[3] = (next & 0x00f000f0u) | 0x64006400u;
-}
-
-// Eight bf16 inputs, times a power of two that brings them into float16's range, as the pairs above.
-__device__ __forceinline__ uint4 PairInputs(const uint4& x, float scale) {
-  const float small = scale * 0.0625f;
-  uint4 pairs;
-  pairs.x = PackHalf(LowBf16(x.x) * scale, LowBf16(x.z) * scale);
-  pairs.y = PackHalf(HighBf16(x.x) * small, HighBf16(x.z) * small);
-  pairs.z = PackHalf(LowBf16(x.y) * scale, LowBf16(x.w) * scale);
-  pairs.w = PackHalf(HighBf16(x.y) * small, HighBf16(x.w) * small);
-  return pairs;
-}
-__device__ __forceinline__ float LargestOf(const uint4& x) {
-  float top = 0.0f;
-  const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) top = fmaxf(top, fmaxf(fabsf(LowBf16(words[i])), fabsf(HighBf16(words[i]))));
-  return top;
-}
-// The power of two that brings `top` into [128, 256): products with 1024 stay far from float32's and
-// float16's ends.
-__device__ __forceinline__ float InputScale(float top) {
-  const int exponent = min(max(static_cast<int>(__float_as_uint(top) >> 23), 30), 250);
-  return __uint_as_float(static_cast<uint32_t>(261 - exponent) << 23);
+  for (int i = 0; i < 4; ++i) {
+    // (word & mask) | magic in one operation, which the compiler does not find by itself.
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;"
+        : "=r"(pairs[i])
+        : "r"(word >> (4 * i)), "n"(0x000f000f), "r"(0x43004300u));
+  }
 }
 
-// d = a b + c, m16n8k16, float16 in, float32 out.
-__device__ __forceinline__ void MmaHalf(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                        const float (&c)[4]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+// d = a b + c
+__device__ __forceinline__ void MmaBf16From(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                            const float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%10,%11,%12,%13};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]),
         "f"(c[3]));
 }
 
-// A lane's part of 16 weight rows for one unit: rows g and g + 8.
-struct Int4Unit {
-  uint32_t words[2][4];
-  uint32_t scales[2][2];  // four bf16 a row
+// The constant operand, -136 everywhere, in registers of its own. It comes from shared memory, because the
+// compiler makes a constant it knows anew for every unit.
+inline constexpr uint32_t kSurplus = 0xc308c308u;
+struct Surplus {
+  uint32_t a[4];
+  __device__ __forceinline__ explicit Surplus(const uint4* shared) {
+    const uint4 v = LoadShared4U(SharedAddress(shared));
+    a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
+  }
 };
 
-// `words` and `scales` are those of row g, the rows lie `groups` groups apart. Groups past the end give zero
-// scales. kWhole: the number of groups is a multiple of four.
-template <bool kWhole>
-__device__ __forceinline__ void LoadUnit(Int4Unit& u, const uint32_t* words, const uint16_t* scales, int unit,
-                                         int groups, int t) {
-  if (kWhole && unit * 4 >= groups) return;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint4* from = reinterpret_cast<const uint4*>(words) + 8 * i * groups + unit * 4 + t;
-    const uint16_t* row = scales + 8 * i * groups + unit * 4;
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (kWhole) {
-      v = __ldcs(from);
-      const uint2 s = __ldg(reinterpret_cast<const uint2*>(row));
-      u.scales[i][0] = s.x, u.scales[i][1] = s.y;
-    } else {
-      if (unit * 4 + t < groups) v = __ldcs(from);
-      uint16_t one[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) one[j] = unit * 4 + j < groups ? row[j] : 0;
-      u.scales[i][0] = one[0] | static_cast<uint32_t>(one[1]) << 16;
-      u.scales[i][1] = one[2] | static_cast<uint32_t>(one[3]) << 16;
-    }
-    u.words[i][0] = v.x, u.words[i][1] = v.y, u.words[i][2] = v.z, u.words[i][3] = v.w;
-  }
-}
-
-// acc[m] += W[m] x over a unit, for tiles of weight rows that share x: four groups' inputs 8 t .. 8 t + 7 of
-// column g.
-template <int kTiles>
-__device__ __forceinline__ void MultiplyUnit(float (&acc)[kTiles][4], Int4Unit (&u)[kTiles],
-                                             const uint4 (&x)[4], int t) {
-  const uint32_t surplus[4] = {0xe408e408u, 0xe408e408u, 0xe480e480u, 0xe480e480u};  // -1032, -1152
+// acc[n][m] += W[m] x[n] for 16-row halves m and batches n of eight columns, over kGroups groups of a unit in
+// shared memory (weights at a lane's 16 bytes, scales at row g's 8). x[j][n] is inputs 8 t .. 8 t + 7 of
+// column g. The chains of products of several groups have to run side by side: one chain takes four times a
+// product's latency.
+template <int kGroups, int kColumns>
+__device__ __forceinline__ void MultiplyGroups(float (&acc)[kColumns][2][4], const unsigned char* weights,
+                                               const unsigned char* scales, const uint4 (*x)[kColumns],
+                                               const Surplus& surplus_a) {
+  const uint32_t(&surplus)[4] = surplus_a.a;
   const float zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  float start[kGroups][kColumns][4];
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
-    TransposeQuad(u[m].words[0], t);
-    TransposeQuad(u[m].words[1], t);
+  for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) MmaBf16From(start[j][n], surplus, x[j][n].x, x[j][n].y, zero);
   }
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    float start[4];
-    MmaHalf(start, surplus, x[j].x, x[j].y, zero);
-    MmaHalf(start, surplus, x[j].z, x[j].w, start);
+  for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+    for (int n = 0; n < kColumns; ++n) MmaBf16From(start[j][n], surplus, x[j][n].z, x[j][n].w, start[j][n]);
+  }
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) {
+    const uint4 words = *reinterpret_cast<const uint4*>(weights + j * kGroupBytes);
+    const uint2 s = *reinterpret_cast<const uint2*>(scales + j * kGroupScaleBytes);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
       uint32_t low[4], high[4];
-      Expand(u[m].words[0][j], low);
-      Expand(u[m].words[1][j], high);
+      Expand(m == 0 ? words.x : words.z, low);
+      Expand(m == 0 ? words.y : words.w, high);
       const uint32_t first[4] = {low[0], high[0], low[1], high[1]},
                      second[4] = {low[2], high[2], low[3], high[3]};
-      float sum[4];
-      MmaHalf(sum, first, x[j].x, x[j].y, start);
-      MmaHalf(sum, second, x[j].z, x[j].w, sum);
-      const float s0 = j & 1 ? HighBf16(u[m].scales[0][j >> 1]) : LowBf16(u[m].scales[0][j >> 1]);
-      const float s1 = j & 1 ? HighBf16(u[m].scales[1][j >> 1]) : LowBf16(u[m].scales[1][j >> 1]);
-      acc[m][0] += s0 * sum[0], acc[m][1] += s0 * sum[1], acc[m][2] += s1 * sum[2], acc[m][3] += s1 * sum[3];
+      const float s0 = LowBf16(m == 0 ? s.x : s.y), s1 = HighBf16(m == 0 ? s.x : s.y);
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        float sum[4];
+        MmaBf16From(sum, first, x[j][n].x, x[j][n].y, start[j][n]);
+        MmaBf16From(sum, second, x[j][n].z, x[j][n].w, sum);
+        acc[n][m][0] = fmaf(s0, sum[0], acc[n][m][0]), acc[n][m][1] = fmaf(s0, sum[1], acc[n][m][1]);
+        acc[n][m][2] = fmaf(s1, sum[2], acc[n][m][2]), acc[n][m][3] = fmaf(s1, sum[3], acc[n][m][3]);
+      }
     }
   }
 }

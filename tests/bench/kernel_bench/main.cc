@@ -17,8 +17,8 @@ Bench::Bench(int repeats) : repeats_(repeats) {
   launch_.processors = properties.multiProcessorCount;
   launch_.workspace_bytes = size_t{512} << 20;
   launch_.workspace = Memory(launch_.workspace_bytes);
-  launch_.counters = static_cast<unsigned*>(Memory(cuda::kCounters * sizeof(unsigned)));
-  KDT_BENCH_CUDA(cudaMemset(launch_.counters, 0, cuda::kCounters * sizeof(unsigned)));
+  launch_.counters = static_cast<unsigned*>(Memory(cuda::kAllCounters * sizeof(unsigned)));
+  KDT_BENCH_CUDA(cudaMemset(launch_.counters, 0, cuda::kAllCounters * sizeof(unsigned)));
   const size_t bytes = size_t{2} << 30;
   void* data = Memory(bytes);
   FillBits(launch_.stream, data, bytes / 4, 1);

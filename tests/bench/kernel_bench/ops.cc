@@ -131,11 +131,11 @@ void BenchMoe(Bench& bench) {
                   static_cast<uint32_t*>(b),
                   static_cast<uint16_t*>(d)};
   }
-  void* x = bench.Memory(256 * kHidden * 2);
-  FillNormal(bench.launch().stream, x, 256 * kHidden, 5, 1.0f);
-  void* out = bench.Memory(256 * kHidden * 2);
+  void* x = bench.Memory(1024 * kHidden * 2);
+  FillNormal(bench.launch().stream, x, 1024 * kHidden, 5, 1.0f);
+  void* out = bench.Memory(1024 * kHidden * 2);
   constexpr int kChoices = 8;  // other experts in each run
-  for (const int64_t rows : {1, 4, 8, 16, 32, 64, 256}) {
+  for (const int64_t rows : {1, 4, 8, 16, 32, 64, 128, 256, 512, 1024}) {
     std::vector<int32_t> ids;
     double distinct = 0;
     for (int choice = 0; choice < kChoices; ++choice) {
@@ -150,7 +150,7 @@ void BenchMoe(Bench& bench) {
     }
     const int32_t* device_ids = bench.Copy(ids);
     const float* gates = bench.Copy(std::vector<float>(rows * kTopK, 0.125f));
-    const double time = bench.Median([&](int i) {
+    const auto run = [&](int i) {
       kernels::MoeArgs args{MakeTensor(x, DType::kBF16, rows, kHidden),
                             weights[i % kLayers],
                             device_ids + i % kChoices * rows * kTopK,
@@ -158,12 +158,13 @@ void BenchMoe(Bench& bench) {
                             kTopK,
                             MakeTensor(out, DType::kBF16, rows, kHidden)};
       return cuda::Moe(bench.launch(), args);
-    });
-    const double expert_bytes = 3.0 * kInner * kHidden * (0.5 + 2.0 / 32);
-    bench.Report(
-        {"moe",
-         "rows " + std::to_string(rows) + " experts " + std::to_string(static_cast<int>(distinct + 0.5)),
-         time, distinct * expert_bytes, 2.0 * 3 * kInner * kHidden * kTopK * static_cast<double>(rows), 0});
+    };
+    const double bytes = distinct * 3.0 * kInner * kHidden * (0.5 + 2.0 / 32);
+    const double flop = 2.0 * 3 * kInner * kHidden * kTopK * static_cast<double>(rows);
+    const std::string name =
+        "rows " + std::to_string(rows) + " experts " + std::to_string(static_cast<int>(distinct + 0.5));
+    bench.Report({"moe", name, bench.Chain(2 * kChoices, run), bytes, flop, 0});
+    bench.Report({"moe alone", name, bench.Median(run), bytes, flop, 0});
   }
 }
 

@@ -75,6 +75,10 @@ class PartBackend final : public kernels::Backend {
   void Seal(bool sealed) override { inner_->Seal(sealed); }
   kernels::BackendStats stats() const override { return inner_->stats(); }
 
+  absl::Status PrepareExperts(const kernels::Int4Experts& weights) override {
+    return inner_->PrepareExperts(weights);
+  }
+
 #define KDT_PART_OP(op, part)                               \
   absl::Status op(const kernels::op##Args& args) override { \
     KDT_RETURN_IF_ERROR(clock_->Enter(part));               \

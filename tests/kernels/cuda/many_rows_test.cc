@@ -81,6 +81,7 @@ TEST_CASE("cuda: router and experts at many rows") {
     const Int4Experts device{
         kExperts,        0, kHidden, inner, device_gate_up.data(), device_gs.data(), device_down.data(),
         device_ds.data()};
+    REQUIRE(Gpu()->PrepareExperts(device).ok());
     Twin router(rng, kExperts, kHidden, 0.1f);
     const std::vector<float> bias = Normal(rng, kExperts, 0.1f);
     const OnGpu<float> device_bias(bias), router32(router.host);

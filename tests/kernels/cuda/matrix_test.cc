@@ -240,50 +240,5 @@ TEST_CASE("cuda: the router with ties, NaN, padding rows and many rows") {
   }
 }
 
-TEST_CASE("cuda: routed experts against the CPU") {
-  KDT_NEED_GPU();
-  std::mt19937 rng(8);
-  struct Shape {
-    int64_t rows, experts, top_k, hidden, inner, first;
-  };
-  for (const Shape s : {Shape{1, 16, 4, 256, 128, 0}, Shape{9, 6, 4, 512, 256, 0}, Shape{40, 4, 2, 96, 32, 2},
-                        Shape{300, 3, 2, 256, 128, 0}, Shape{2, 8, 8, 7168, 256, 0}}) {
-    const int64_t all = s.experts + 2 * s.first;  // experts of all ranks
-    std::vector<uint32_t> gate_up(s.experts * 2 * s.inner * s.hidden / 8),
-        down(s.experts * s.hidden * s.inner / 8);
-    for (uint32_t& v : gate_up) v = rng();
-    for (uint32_t& v : down) v = rng();
-    const std::vector<uint16_t> gate_up_scale =
-        ToBf16(Normal(rng, s.experts * 2 * s.inner * s.hidden / 32, 0.02f));
-    const std::vector<uint16_t> down_scale = ToBf16(Normal(rng, s.experts * s.hidden * s.inner / 32, 0.02f));
-    std::vector<int32_t> ids;
-    for (int64_t r = 0; r < s.rows; ++r) {
-      std::vector<int32_t> order(all);
-      for (int64_t i = 0; i < all; ++i) order[i] = static_cast<int32_t>(i);
-      std::shuffle(order.begin(), order.end(), rng);
-      order.resize(s.top_k);
-      std::sort(order.begin(), order.end());
-      ids.insert(ids.end(), order.begin(), order.end());
-    }
-    std::vector<float> weights = Normal(rng, s.rows * s.top_k);
-    Twin x(rng, s.rows, s.hidden), out(rng, s.rows, s.hidden);
-    Int4Experts host{s.experts,   s.first,          s.hidden, s.inner, gate_up.data(), gate_up_scale.data(),
-                     down.data(), down_scale.data()};
-    const OnGpu<uint32_t> g(gate_up), d(down);
-    const OnGpu<uint16_t> gs(gate_up_scale), ds(down_scale);
-    const OnGpu<int32_t> device_ids(ids);
-    const OnGpu<float> device_weights(weights);
-    Int4Experts device{s.experts, s.first, s.hidden, s.inner, g.data(), gs.data(), d.data(), ds.data()};
-    for (const bool accumulate : {false, true}) {
-      REQUIRE(Cpu().Moe({x.cpu(), host, ids.data(), weights.data(), s.top_k, out.cpu(), accumulate}).ok());
-      REQUIRE(Gpu()
-                  ->Moe({x.gpu(), device, device_ids.data(), device_weights.data(), s.top_k, out.gpu(),
-                         accumulate})
-                  .ok());
-      CHECK(RelativeError(out.FromGpu(), out.host) < 8e-3);
-    }
-  }
-}
-
 }  // namespace
 }  // namespace kdt::kernels::test

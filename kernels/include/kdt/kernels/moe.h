@@ -11,7 +11,8 @@ namespace kdt::kernels {
 
 inline constexpr int64_t kInt4Group = 32;  // inputs a scale
 
-// All experts of a layer behind each other. Packed: eight inputs an int32, input i in bits 4i..4i+3, stored as q + 8.
+// All experts of a layer behind each other, as a checkpoint has them; what Moe gets has been through the backend's PrepareExperts,
+// which may have put each array into another order (kernels/cuda/moe/int4.cuh). Packed: eight inputs an int32, input i in bits 4i..4i+3, stored as q + 8.
 struct Int4Experts {
   int64_t experts = 0;                // experts held here
   int64_t first_expert = 0;           // global index of the first
