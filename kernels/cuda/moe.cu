@@ -1,6 +1,7 @@
 // Routed experts: one kernel of persistent blocks for gate_up, silu and down (moe/schedule.cuh: the order of
 // work; moe/int4.cuh: the products), and for more than a few rows a second one that sums over experts.
-// Weights of an expert are read once for up to 16 of its rows.
+// Weights of an expert are read
+// once for up to eight of its rows, and again, mostly out of L2, for each further eight.
 #include <algorithm>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -10,16 +11,11 @@
 namespace kdt::cuda {
 namespace {
 
-#ifndef KDT_MOE_BLOCKS
-#define KDT_MOE_BLOCKS 1
-#endif
-#ifndef KDT_MOE_DIRECT_ROWS
-#define KDT_MOE_DIRECT_ROWS 8
-#endif
-constexpr int kDirectRows = KDT_MOE_DIRECT_ROWS;  // at most 8 (and 64 pairs) for DownMode::kDirect
-constexpr int kExchangeBytes = 16384;
-constexpr int kMaxPairs = 8192;  // of a launch
-constexpr int kFewPairs = 2048;  // that leave room for a fourth slot
+constexpr int kDirectRows = 8, kDirectPairs = 64;  // the most for DownMode::kDirect
+constexpr int kRingBytes = kMoeWarps * kStreamSlots * kUnitBytes;
+constexpr int kExchangeBytes = kMoeWarps * 1024;  // of all warps' sums, or twice the products of kDirectPairs
+constexpr int kMaxPairs = 3200;                   // of a launch
+static_assert(kExchangeBytes >= 2 * kDirectPairs * kUnitRows * 4 && kDirectRows * 32 <= kMoeThreads);
 
 // Dynamic shared memory: the rings, the exchange, then these and the list of pairs.
 struct Control {
@@ -27,13 +23,10 @@ struct Control {
   Choice choice;
   int tickets[kTicketRing];
 };
-template <int kSlots>
-constexpr int kRingBytes = kMoeWarps* kSlots* kUnitBytes;
-constexpr int MoeSharedBytes(int slots, int pairs) {
-  return kMoeWarps * slots * kUnitBytes + kExchangeBytes + static_cast<int>(sizeof(Control)) +
-         (pairs * 2 + 15) / 16 * 16;
+constexpr int MoeSharedBytes(int pairs) {
+  return kRingBytes + kExchangeBytes + static_cast<int>(sizeof(Control)) + (pairs * 2 + 15) / 16 * 16;
 }
-static_assert(MoeSharedBytes(4, kFewPairs) <= 101376 && MoeSharedBytes(3, kMaxPairs) <= 101376);
+static_assert(MoeSharedBytes(kMaxPairs) <= 101376);
 
 __device__ __forceinline__ unsigned LoadAcquire(const unsigned* from) {
   unsigned v;
@@ -41,92 +34,60 @@ __device__ __forceinline__ unsigned LoadAcquire(const unsigned* from) {
   return v;
 }
 
-// One warp's share of a cell for one pass: acc = W x over its units. x are the columns at inputs 8 t of the
+// One warp's share of a cell for one pass: acc = W x over its units. x is the column at inputs 8 t of the
 // first unit.
-template <int kColumns, int kSlots, bool kWhole>
-__device__ __forceinline__ void MultiplyCell(float (&acc)[kColumns][2][4], Stream<kSlots, kWhole>& stream,
+template <bool kWhole>
+__device__ __forceinline__ void MultiplyCell(float (&acc)[2][4], Stream<kWhole>& stream,
                                              const unsigned char* ring, int& slot, const Units& units,
-                                             int groups, const bf16* (&x)[kColumns], const Surplus& surplus,
-                                             int lane) {
-  uint4 next[kUnitGroups][kColumns];
+                                             int groups, const bf16* x, const Surplus& surplus, int lane) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = 0.0f;
   int here = groups - units.first * kUnitGroups;  // groups from this unit on
-  const auto load = [&](int left) {
-#pragma unroll
-    for (int j = 0; j < kUnitGroups; ++j) {
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n)
-        next[j][n] = *reinterpret_cast<const uint4*>(x[n] + (kWhole ? j : min(j, left - 1)) * 32);
-    }
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) x[n] += units.step * (kUnitGroups * 32);
-  };
-#pragma unroll
-  for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-    for (int m = 0; m < 2; ++m) acc[n][m][0] = acc[n][m][1] = acc[n][m][2] = acc[n][m][3] = 0.0f;
-  }
-  if (units.count > 0) load(here);
 #pragma unroll 1
   for (int left = units.count; left > 0; --left) {
-    uint4 now[kUnitGroups][kColumns];
+    uint4 in[kUnitGroups];
 #pragma unroll
-    for (int j = 0; j < kUnitGroups; ++j) {
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) now[j][n] = next[j][n];
-    }
+    for (int j = 0; j < kUnitGroups; ++j)
+      in[j] = *reinterpret_cast<const uint4*>(x + (kWhole ? j : min(j, here - 1)) * 32);
+    x += units.step * (kUnitGroups * 32);
     stream.Take();
-    if (left > 1) load(here - units.step * kUnitGroups);
     const unsigned char* weights = ring + slot * kUnitBytes + lane * 16;
     const unsigned char* scales = ring + slot * kUnitBytes + kUnitWeightBytes + (lane >> 2) * 8;
     if (kWhole || here >= kUnitGroups) {
-      MultiplyGroups<kUnitGroups, kColumns>(acc, weights, scales, now, surplus);
+      MultiplyGroups<kUnitGroups>(acc, weights, scales, in, surplus);
     } else {
 #pragma unroll
       for (int j = 0; j < kUnitGroups - 1; ++j) {
         if (j < here)
-          MultiplyGroups<1, kColumns>(acc, weights + j * kGroupBytes, scales + j * kGroupScaleBytes, now + j,
-                                      surplus);
+          MultiplyGroups<1>(acc, weights + j * kGroupBytes, scales + j * kGroupScaleBytes, in + j, surplus);
       }
     }
     here -= units.step * kUnitGroups;
-    slot = slot + 1 == kSlots ? 0 : slot + 1;
+    slot ^= 1;
   }
 }
 
-// What the warps' shares of a cell add up to, by rising warp. Thread i < 128 gets value (lane i / 4, element
-// i % 4) of both halves. `flip` chooses one of two buffers where a buffer holds one batch of columns; the
-// barrier between a buffer's write and its reading also lies between the other buffer's reading and its next
-// write.
-template <int kColumns>
-__device__ __forceinline__ void AddWarps(float (&acc)[kColumns][2][4], float* exchange, int& flip, int warp,
-                                         int lane) {
-  float* const buffer = exchange + (kColumns == 1 ? flip * (kExchangeBytes / 8) : 0);
-  flip ^= 1;
-  if (kColumns > 1) __syncthreads();
+// What the warps' shares of a cell add up to, by rising warp: thread i < 128 gets value (lane i / 4, element
+// i % 4) of both halves.
+__device__ __forceinline__ void AddWarps(float (&acc)[2][4], float* exchange, int warp, int lane) {
+  __syncthreads();
 #pragma unroll
-  for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-      *reinterpret_cast<float4*>(buffer + ((n * kMoeWarps + warp) * 2 + m) * 128 + lane * 4) =
-          make_float4(acc[n][m][0], acc[n][m][1], acc[n][m][2], acc[n][m][3]);
-  }
+  for (int m = 0; m < 2; ++m)
+    *reinterpret_cast<float4*>(exchange + (warp * 2 + m) * 128 + lane * 4) =
+        make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
   __syncthreads();
   if (threadIdx.x < 128) {
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
+    for (int m = 0; m < 2; ++m) {
+      float sum = 0.0f;
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kMoeWarps; ++w) sum += buffer[((n * kMoeWarps + w) * 2 + m) * 128 + threadIdx.x];
-        acc[n][m][0] = sum;
-      }
+      for (int w = 0; w < kMoeWarps; ++w) sum += exchange[(w * 2 + m) * 128 + threadIdx.x];
+      acc[m][0] = sum;
     }
   }
-  if (kColumns > 1) __syncthreads();
 }
 
-template <int kSlots, bool kWhole>
+template <bool kWhole>
 class Worker {
  public:
   __device__ __forceinline__ Worker(const MoeParams& p, const Shape& s, Control& control,
@@ -158,20 +119,17 @@ class Worker {
       const Item item = MakeItem(s_, p_.mode, control_.choice.active, warp_, ticket & 0xfffff);
       if (item.kind == ItemKind::kEnd) return;
       const bool gate = item.kind == ItemKind::kGateUp;
+      if (!gate && was_gate_) {
+        __syncthreads();  // the exchange has been read, and serves the products now
+        was_gate_ = false;
+      }
       const Units units = UnitsOf(s_, item.kind, p_.mode, warp_);
       for (int cell = 0; cell < item.cells; ++cell) {
         const int active = item.active + cell * item.active_step, tile = item.tile + cell * item.tile_step;
         const int begin = control_.choice.begin[active], count = control_.choice.begin[active + 1] - begin;
         if (!gate) WaitForExpert(active);
-        for (int first = 0; first < count;) {
-          if (count - first > 8) {
-            Pass<2>(gate, units, active, tile, begin + first, count - first);
-            first += 16;
-          } else {
-            Pass<1>(gate, units, active, tile, begin + first, count - first);
-            first += 8;
-          }
-        }
+        for (int first = 0; first < count; first += kColumnsAtOnce)
+          Pass(gate, units, active, tile, begin + first, count - first);
         // Four warps finish gate_up's tile; each says so for itself.
         if (gate && warp_ < 4) {
           __syncwarp();
@@ -197,64 +155,56 @@ class Worker {
     __syncwarp();
   }
 
-  template <int kColumns>
   __device__ __forceinline__ void Pass(bool gate, const Units& units, int active, int tile, int begin,
                                        int left) {
     const int hidden = static_cast<int>(p_.w.hidden), inner = static_cast<int>(p_.w.inner);
-    const bf16* x[kColumns];
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-      // Columns past the last pair repeat it; what they give is not stored.
-      const int pair = pairs_[begin + min(8 * n + g_, left - 1)];
-      x[n] =
-          (gate ? p_.x + pair / p_.top_k * p_.x_stride : p_.activation + static_cast<int64_t>(pair) * inner) +
-          8 * t_ + units.first * (kUnitGroups * 32);
-    }
-    float acc[kColumns][2][4];
-    MultiplyCell<kColumns, kSlots, kWhole>(acc, stream_, ring_, slot_, units,
-                                           gate ? s_.hidden_groups : s_.inner_groups, x, surplus_, lane_);
+    // Columns past the last pair repeat it; what they give is not stored.
+    const int mine = pairs_[begin + min(g_, left - 1)];
+    const bf16* x =
+        (gate ? p_.x + mine / p_.top_k * p_.x_stride : p_.activation + static_cast<int64_t>(mine) * inner) +
+        8 * t_ + units.first * (kUnitGroups * 32);
+    float acc[2][4];
+    MultiplyCell<kWhole>(acc, stream_, ring_, slot_, units, gate ? s_.hidden_groups : s_.inner_groups, x,
+                         surplus_, lane_);
     if (gate || p_.mode == DownMode::kSplit) {
-      AddWarps<kColumns>(acc, exchange_, flip_, warp_, lane_);
-      if (threadIdx.x >= 128) return;
+      AddWarps(acc, exchange_, warp_, lane_);
       const int element = threadIdx.x & 3, from = threadIdx.x >> 2;
       const int row = (from >> 2) + 8 * (element >> 1), column = 2 * (from & 3) + (element & 1);
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        if (8 * n + column >= left) break;
-        const int64_t pair = pairs_[begin + 8 * n + column];
-        const float low = acc[n][0][0], high = acc[n][1][0];
-        if (gate) {
-          p_.activation[pair * inner + tile * 16 + row] =
-              __float2bfloat16_rn(low / (1.0f + expf(-low)) * high);
-        } else {
-          float* to = p_.product + pair * hidden + tile * kUnitRows + row;
-          to[0] = low, to[16] = high;
-        }
+      if (threadIdx.x >= 128 || column >= left) return;
+      const int64_t pair = pairs_[begin + column];
+      const float low = acc[0][0], high = acc[1][0];
+      if (gate) {
+        p_.activation[pair * inner + tile * 16 + row] = __float2bfloat16_rn(low / (1.0f + expf(-low)) * high);
+      } else {
+        float* to = p_.product + pair * hidden + tile * kUnitRows + row;
+        to[0] = low, to[16] = high;
       }
       return;
     }
     const bool direct = p_.mode == DownMode::kDirect;
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
+    for (int odd = 0; odd < 2; ++odd) {
+      const int column = 2 * t_ + odd;
+      if (column >= left) continue;
+      const int64_t pair = pairs_[begin + column];
+      float* to = direct ? Products() + pair * kUnitRows : p_.product + pair * hidden + tile * kUnitRows;
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int column = 8 * n + 2 * t_ + odd;
-        if (column >= left) continue;
-        const int64_t pair = pairs_[begin + column];
-        float* to = direct ? exchange_ + flip_ * (kExchangeBytes / 8) + pair * kUnitRows
-                           : p_.product + pair * hidden + tile * kUnitRows;
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          to[16 * m + g_] = acc[n][m][odd];
-          to[16 * m + 8 + g_] = acc[n][m][2 + odd];
-        }
+      for (int m = 0; m < 2; ++m) {
+        to[16 * m + g_] = acc[m][odd];
+        to[16 * m + 8 + g_] = acc[m][2 + odd];
       }
     }
   }
 
+  // Two buffers in turn: the barrier between one's writing and reading also lies between the other's reading
+  // and next writing.
+  __device__ __forceinline__ float* Products() const {
+    return exchange_ + flip_ * (kDirectPairs * kUnitRows);
+  }
+
   __device__ __forceinline__ void SumExperts(int tile) {
     const int row = threadIdx.x >> 5, column = tile * kUnitRows + (threadIdx.x & 31);
-    const float* from = exchange_ + flip_ * (kExchangeBytes / 8) + (threadIdx.x & 31);
+    const float* from = Products() + (threadIdx.x & 31);
     flip_ ^= 1;
     float sum = 0.0f, before = 0.0f;
     const int64_t at = row * p_.out_stride + column;
@@ -285,16 +235,16 @@ class Worker {
   const int warp_, lane_, g_, t_;
   unsigned* const done_;
   int slot_ = 0, flip_ = 0, ready_ = -1;
+  bool was_gate_ = true;
   const Surplus surplus_;
-  Stream<kSlots, kWhole> stream_;
+  Stream<kWhole> stream_;
 };
 
-template <int kSlots, bool kWhole>
-__global__ void __launch_bounds__(kMoeThreads, KDT_MOE_BLOCKS)
-    MoeKernel(const __grid_constant__ MoeParams p) {
+template <bool kWhole>
+__global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constant__ MoeParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  float* const exchange = reinterpret_cast<float*>(shared + kRingBytes<kSlots>);
-  Control& control = *reinterpret_cast<Control*>(shared + kRingBytes<kSlots> + kExchangeBytes);
+  float* const exchange = reinterpret_cast<float*>(shared + kRingBytes);
+  Control& control = *reinterpret_cast<Control*>(shared + kRingBytes + kExchangeBytes);
   uint16_t* const pairs = reinterpret_cast<uint16_t*>(&control + 1);
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int count = p.rows * p.top_k;
@@ -305,7 +255,8 @@ __global__ void __launch_bounds__(kMoeThreads, KDT_MOE_BLOCKS)
   // All of this is on its way at once: the first ticket, the choice and its weights.
   unsigned ticket = 0;
   if (threadIdx.x == kMoeThreads - 1) ticket = atomicAdd(p.state, 1u);
-  if (p.mode == DownMode::kDirect && threadIdx.x >= 64 && threadIdx.x - 64 < count)
+  if (p.mode == DownMode::kDirect && threadIdx.x >= 64 &&
+      threadIdx.x - 64 < count)  // the first two warps have the ids
     control.choice.weights[threadIdx.x - 64] = p.weights[threadIdx.x - 64];
   MakeChoice(control.choice, pairs, reinterpret_cast<int*>(exchange), p.ids, count,
              static_cast<int>(p.w.first_expert), static_cast<int>(p.w.experts));
@@ -336,8 +287,8 @@ __global__ void __launch_bounds__(kMoeThreads, KDT_MOE_BLOCKS)
     }
     return;
   }
-  Worker<kSlots, kWhole> worker(p, s, control, pairs, exchange, shared + warp * kSlots * kUnitBytes, warp,
-                                lane);
+  Worker<kWhole> worker(p, s, control, pairs, exchange, shared + warp * kStreamSlots * kUnitBytes, warp,
+                        lane);
   worker.Run();
 }
 
@@ -357,12 +308,6 @@ __global__ void SumKernel(const __grid_constant__ MoeParams p) {
       sum = fmaf(p.weights[pair], p.product[pair * p.w.hidden + i], sum);
   }
   *out = FromFloat<T>(p.accumulate ? ToFloat(*out) + sum : sum);
-}
-
-template <int kSlots, bool kWhole>
-cudaError_t LaunchMoe(const Launch& launch, const MoeParams& p) {
-  return LaunchAfter(launch, MoeKernel<kSlots, kWhole>, dim3(launch.processors * KDT_MOE_BLOCKS), kMoeThreads,
-                     MoeSharedBytes(kSlots, p.rows * p.top_k), p);
 }
 
 }  // namespace
@@ -392,15 +337,15 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args) {
     p.out = out.data;
     p.ids = args.expert_ids + first * args.top_k;
     p.weights = args.expert_weights + first * args.top_k;
-    p.mode = w.inner >= kMoeWarps * kUnitGroups * 32 ? DownMode::kSplit
-             : p.rows <= kDirectRows && pairs <= 64  ? DownMode::kDirect
-                                                     : DownMode::kWarp;
+    p.mode = w.inner >= kMoeWarps * kUnitGroups * 32          ? DownMode::kSplit
+             : p.rows <= kDirectRows && pairs <= kDirectPairs ? DownMode::kDirect
+                                                              : DownMode::kWarp;
     p.product = static_cast<float*>(launch.workspace);
     p.activation = reinterpret_cast<bf16*>(p.product + pairs * w.hidden);
     const bool whole = w.hidden % (kUnitGroups * 32) == 0 && w.inner % (kUnitGroups * 32) == 0;
-    const cudaError_t error = !whole               ? LaunchMoe<3, false>(launch, p)
-                              : pairs <= kFewPairs ? LaunchMoe<4, true>(launch, p)
-                                                   : LaunchMoe<3, true>(launch, p);
+    const cudaError_t error =
+        LaunchAfter(launch, whole ? MoeKernel<true> : MoeKernel<false>, dim3(launch.processors), kMoeThreads,
+                    MoeSharedBytes(static_cast<int>(pairs)), p);
     if (error != cudaSuccess) return error;
     if (p.mode == DownMode::kDirect) continue;
     const dim3 sum(p.rows, Blocks(w.hidden, 256));

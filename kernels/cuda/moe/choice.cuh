@@ -7,7 +7,7 @@
 namespace kdt::cuda {
 
 inline constexpr int kMaxExperts = 1024;
-inline constexpr int kMoeThreads = 256;
+inline constexpr int kMoeThreads = 512;
 
 struct Choice {
   int active;               // experts that have rows

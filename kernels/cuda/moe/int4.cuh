@@ -53,27 +53,19 @@ struct Surplus {
   }
 };
 
-// acc[n][m] += W[m] x[n] for 16-row halves m and batches n of eight columns, over kGroups groups of a unit in
-// shared memory (weights at a lane's 16 bytes, scales at row g's 8). x[j][n] is inputs 8 t .. 8 t + 7 of
-// column g. The chains of products of several groups have to run side by side: one chain takes four times a
-// product's latency.
-template <int kGroups, int kColumns>
-__device__ __forceinline__ void MultiplyGroups(float (&acc)[kColumns][2][4], const unsigned char* weights,
-                                               const unsigned char* scales, const uint4 (*x)[kColumns],
-                                               const Surplus& surplus_a) {
-  const uint32_t(&surplus)[4] = surplus_a.a;
+// acc[m] += W[m] x for 16-row halves m and eight columns x, over kGroups groups of a unit in shared memory
+// (weights at a lane's 16 bytes, scales at row g's 8). x[j] is inputs 8 t .. 8 t + 7 of column g. The chains
+// of products of several groups have to run side by side: one chain takes four times a product's latency.
+template <int kGroups>
+__device__ __forceinline__ void MultiplyGroups(float (&acc)[2][4], const unsigned char* weights,
+                                               const unsigned char* scales, const uint4* x,
+                                               const Surplus& surplus) {
   const float zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  float start[kGroups][kColumns][4];
+  float start[kGroups][4];
 #pragma unroll
-  for (int j = 0; j < kGroups; ++j) {
+  for (int j = 0; j < kGroups; ++j) MmaBf16From(start[j], surplus.a, x[j].x, x[j].y, zero);
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) MmaBf16From(start[j][n], surplus, x[j][n].x, x[j][n].y, zero);
-  }
-#pragma unroll
-  for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) MmaBf16From(start[j][n], surplus, x[j][n].z, x[j][n].w, start[j][n]);
-  }
+  for (int j = 0; j < kGroups; ++j) MmaBf16From(start[j], surplus.a, x[j].z, x[j].w, start[j]);
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
     const uint4 words = *reinterpret_cast<const uint4*>(weights + j * kGroupBytes);
@@ -86,14 +78,11 @@ __device__ __forceinline__ void MultiplyGroups(float (&acc)[kColumns][2][4], con
       const uint32_t first[4] = {low[0], high[0], low[1], high[1]},
                      second[4] = {low[2], high[2], low[3], high[3]};
       const float s0 = LowBf16(m == 0 ? s.x : s.y), s1 = HighBf16(m == 0 ? s.x : s.y);
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        float sum[4];
-        MmaBf16From(sum, first, x[j][n].x, x[j][n].y, start[j][n]);
-        MmaBf16From(sum, second, x[j][n].z, x[j][n].w, sum);
-        acc[n][m][0] = fmaf(s0, sum[0], acc[n][m][0]), acc[n][m][1] = fmaf(s0, sum[1], acc[n][m][1]);
-        acc[n][m][2] = fmaf(s1, sum[2], acc[n][m][2]), acc[n][m][3] = fmaf(s1, sum[3], acc[n][m][3]);
-      }
+      float sum[4];
+      MmaBf16From(sum, first, x[j].x, x[j].y, start[j]);
+      MmaBf16From(sum, second, x[j].z, x[j].w, sum);
+      acc[m][0] = fmaf(s0, sum[0], acc[m][0]), acc[m][1] = fmaf(s0, sum[1], acc[m][1]);
+      acc[m][2] = fmaf(s1, sum[2], acc[m][2]), acc[m][3] = fmaf(s1, sum[3], acc[m][3]);
     }
   }
 }

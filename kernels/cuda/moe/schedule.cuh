@@ -18,19 +18,17 @@
 
 namespace kdt::cuda {
 
-#ifndef KDT_MOE_DOWN_TILES
-#define KDT_MOE_DOWN_TILES 2
-#endif
 inline constexpr int kMoeWarps = kMoeThreads / 32;
-inline constexpr int kColumnsAtOnce = 16;  // rows of an expert that share one reading of its weights
+inline constexpr int kColumnsAtOnce = 8;  // rows of an expert that share one reading of its weights
+inline constexpr int kStreamSlots = 2;    // units of a warp in shared memory: one under way, one at work
 inline constexpr int kTicketRing = 16;
-inline constexpr int kDownTiles = KDT_MOE_DOWN_TILES;  // tiles of 32 hidden rows an item
+inline constexpr int kDownTiles = 4;  // tiles of 32 hidden rows an item
 
 // How down is cut.
 enum class DownMode : int {
   kDirect,  // few rows: a tile of hidden rows for all experts, a warp an expert, summed over experts in the
             // block
-  kWarp,    // a warp an expert, eight experts and kDownTiles tiles an item; products go to memory
+  kWarp,    // a warp an expert, kMoeWarps experts and kDownTiles tiles an item; products go to memory
   kSplit,   // wide experts: all warps share the inputs of one expert
 };
 
@@ -121,7 +119,7 @@ __device__ __forceinline__ Item MakeItem(const Shape& s, DownMode mode, int acti
   return item;
 }
 
-// Of a cell's units a warp takes all, or every eighth from its own.
+// Of a cell's units a warp takes all, or every kMoeWarps-th from its own.
 struct Units {
   int first, step, count;
 };
@@ -135,7 +133,7 @@ __device__ __forceinline__ Units UnitsOf(const Shape& s, ItemKind kind, DownMode
 }
 
 // A warp's stream of units. kWhole: both widths are multiples of a unit's inputs.
-template <int kSlots, bool kWhole>
+template <bool kWhole>
 class Stream {
  public:
   __device__ __forceinline__ Stream(const MoeParams& p, const Shape& s, const Choice& choice,
@@ -144,7 +142,7 @@ class Stream {
 
   // Sends for units, a group of copies each, as long as there are free slots and the next item is known.
   __device__ __forceinline__ void Fill() {
-    while (ahead_ < kSlots - 1) {
+    while (ahead_ < kStreamSlots - 1) {
       if (units_ == 0 && !NextItem()) return;
       const uint32_t to = ring_ + slot_ * kUnitBytes + lane_ * 16;
       const int groups = kWhole ? kUnitGroups : groups_ - unit_at_ * kUnitGroups;
@@ -154,11 +152,11 @@ class Stream {
       } else {
         for (int i = 0; i < groups; ++i) CopyAsync16(to + i * kGroupBytes, weights_ + i * kGroupBytes);
       }
-      if (lane_ < groups * (kGroupScaleBytes / 16)) {
+      if (lane_ < min(groups, kUnitGroups) * (kGroupScaleBytes / 16)) {
         CopyAsync16(to + kUnitWeightBytes, scales_);
       }
       asm volatile("cp.async.commit_group;" ::: "memory");
-      slot_ = slot_ + 1 == kSlots ? 0 : slot_ + 1;
+      slot_ ^= 1;
       ++ahead_;
       Advance();
     }
@@ -166,14 +164,8 @@ class Stream {
   // Waits for the oldest unit under way. All lanes have then finished with the unit before it, whose slot is
   // filled anew.
   __device__ __forceinline__ void Take() {
-    while (ahead_ == 0) Fill();  // the item was not known when its turn came
-    if (ahead_ >= 3) {
-      asm volatile("cp.async.wait_group 2;" ::: "memory");
-    } else if (ahead_ == 2) {
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-    } else {
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-    }
+    while (ahead_ == 0) Fill();                           // the item was not known when its turn came
+    asm volatile("cp.async.wait_group 0;" ::: "memory");  // with two slots there is one under way
     __syncwarp();
     --ahead_;
     Fill();
