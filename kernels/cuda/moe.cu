@@ -249,7 +249,8 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int count = p.rows * p.top_k;
   LaunchDependents();
-  if (threadIdx.x < kTicketRing) control.tickets[threadIdx.x] = -1;
+  // The first entry is written by another thread, with no barrier between.
+  if (threadIdx.x > 0 && threadIdx.x < kTicketRing) control.tickets[threadIdx.x] = -1;
   if (threadIdx.x == 0) control.surplus = make_uint4(kSurplus, kSurplus, kSurplus, kSurplus);
   WaitForPrevious();
   // All of this is on its way at once: the first ticket, the choice and its weights.
