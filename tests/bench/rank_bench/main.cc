@@ -222,7 +222,7 @@ absl::Status Run(int rank, Told* told) {
   }
 
   KDT_ASSIGN_OR_RETURN(const auto group, MakeRankCollective(options, told != nullptr, *device));
-  const auto collective = MakePartCollective(group.get(), &clock);
+  const auto collective = MakePartCollective(group.get(), &clock, options.tp);
   start = Seconds();
   KDT_RETURN_IF_ERROR(engine->StartEpoch(collective.get()));
   const double epoch_s = Seconds() - start;

@@ -126,7 +126,8 @@ class PartBackend final : public kernels::Backend {
 
 class PartCollective final : public Collective {
  public:
-  PartCollective(Collective* inner, PartClock* clock) : inner_(inner), clock_(clock) {}
+  PartCollective(Collective* inner, PartClock* clock, int ranks)
+      : inner_(inner), clock_(clock), missing_(ranks - inner->size()) {}
   std::string name() const override { return inner_->name(); }
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
@@ -140,7 +141,13 @@ class PartCollective final : public Collective {
   }
   absl::Status AllGather(const void* in, size_t bytes, void* out) override {
     KDT_RETURN_IF_ERROR(clock_->Enter(Part::kCollective));
-    return inner_->AllGather(in, bytes, out);
+    KDT_RETURN_IF_ERROR(inner_->AllGather(in, bytes, out));
+    if (missing_ <= 0) return absl::OkStatus();
+    // What a larger step left there would be taken for their answers.
+    char* rest = static_cast<char*>(out) + static_cast<size_t>(inner_->size()) * bytes;
+    const cudaError_t error =
+        cudaMemsetAsync(rest, 0, static_cast<size_t>(missing_) * bytes, clock_->stream());
+    return error == cudaSuccess ? absl::OkStatus() : absl::InternalError(cudaGetErrorString(error));
   }
   absl::Status Broadcast(void* data, size_t bytes, int root) override {
     return inner_->Broadcast(data, bytes, root);
@@ -157,6 +164,7 @@ class PartCollective final : public Collective {
  private:
   Collective* inner_;
   PartClock* clock_;
+  int missing_;
 };
 
 }  // namespace
@@ -164,8 +172,8 @@ class PartCollective final : public Collective {
 std::unique_ptr<kernels::Backend> MakePartBackend(kernels::Backend* inner, PartClock* clock, ExpertTap* tap) {
   return std::make_unique<PartBackend>(inner, clock, tap);
 }
-std::unique_ptr<Collective> MakePartCollective(Collective* inner, PartClock* clock) {
-  return std::make_unique<PartCollective>(inner, clock);
+std::unique_ptr<Collective> MakePartCollective(Collective* inner, PartClock* clock, int ranks) {
+  return std::make_unique<PartCollective>(inner, clock, ranks);
 }
 
 }  // namespace kdt::bench

@@ -12,6 +12,7 @@ namespace kdt::bench {
 
 // While the clock is on, `tap` takes what the routers choose.
 std::unique_ptr<kernels::Backend> MakePartBackend(kernels::Backend* inner, PartClock* clock, ExpertTap* tap);
-std::unique_ptr<Collective> MakePartCollective(Collective* inner, PartClock* clock);
+// Of `ranks` ranks those behind `inner`'s are not there: they gather zeros.
+std::unique_ptr<Collective> MakePartCollective(Collective* inner, PartClock* clock, int ranks);
 
 }  // namespace kdt::bench

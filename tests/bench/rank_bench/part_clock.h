@@ -29,6 +29,7 @@ class PartClock {
   // Off (at first): Enter does nothing.
   void Enable(bool enabled) { enabled_ = enabled; }
   bool enabled() const { return enabled_; }
+  cudaStream_t stream() const { return stream_; }
   // The ops from now on belong to `part`; kNone: to none.
   absl::Status Enter(Part part);
 
