@@ -1,7 +1,3 @@
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <regex>
@@ -9,31 +5,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "tests/gpu/checks.h"
+#include "tests/support/http.h"
 
 namespace kdt::testing {
 namespace {
 
 constexpr int kValidateEvery = 4;
-
-std::string HttpGet(int port, const std::string& path) {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  std::string text;
-  const std::string request =
-      absl::StrCat("GET ", path, " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
-  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
-      write(fd, request.data(), request.size()) == static_cast<ssize_t>(request.size())) {
-    char buffer[4096];
-    for (ssize_t n = 0; (n = read(fd, buffer, sizeof(buffer))) > 0;) {
-      text.append(buffer, static_cast<size_t>(n));
-    }
-  }
-  close(fd);
-  return text;
-}
 
 // Metrics ports of the workers, from the lines in which they tell them.
 std::vector<int> WorkerMetricsPorts(const std::string& log) {
@@ -76,7 +53,9 @@ nlohmann::json CheckValidate(const CheckOptions& options, const Reference& refer
     failures.push_back("not every rank told its metrics port");
   for (const int port : ports) {
     nlohmann::json rank;
-    for (absl::string_view line : absl::StrSplit(HttpGet(port, "/metrics"), '\n')) {
+    const absl::StatusOr<std::string> metrics = HttpGet(port, "/metrics");
+    if (!metrics.ok()) failures.push_back(std::string(metrics.status().message()));
+    for (absl::string_view line : absl::StrSplit(metrics.value_or(""), '\n')) {
       const size_t space = line.rfind(' ');
       if (line.rfind("kdt_worker_attention_", 0) != 0 || space == std::string::npos) continue;
       rank[std::string(line.substr(0, space))] = std::stod(std::string(line.substr(space)));

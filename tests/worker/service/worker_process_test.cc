@@ -1,8 +1,6 @@
 // kdt-worker as a process, driven as a coordinator would.
-#include <arpa/inet.h>
 #include <grpcpp/grpcpp.h>
 #include <signal.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -17,6 +15,7 @@
 #include "common/process.h"
 #include "kdt/v1/worker.grpc.pb.h"
 #include "tests/support/catch.h"
+#include "tests/support/http.h"
 
 namespace kdt {
 namespace {
@@ -159,25 +158,6 @@ v1::StepRequest PrefillStep(const std::vector<uint32_t>& prompt) {
   return request;
 }
 
-std::string HttpGet(int port, const std::string& path) {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  std::string text;
-  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
-    const std::string request =
-        absl::StrCat("GET ", path, " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
-    CHECK(write(fd, request.data(), request.size()) == static_cast<ssize_t>(request.size()));
-    char buffer[4096];
-    for (ssize_t n = 0; (n = read(fd, buffer, sizeof(buffer))) > 0;)
-      text.append(buffer, static_cast<size_t>(n));
-  }
-  close(fd);
-  return text;
-}
-
 TEST_CASE("two worker processes generate the reference's greedy tokens and end on SIGTERM", "[worker]") {
   const nlohmann::json golden = nlohmann::json::parse(ReadFile(KDT_GOLDENS_DIR "/target.json"))["prompts"][0];
   const auto prompt = golden["tokens"].get<std::vector<uint32_t>>();
@@ -221,7 +201,10 @@ TEST_CASE("two worker processes generate the reference's greedy tokens and end o
 
   const std::string log = zero.Log(), mark = "metrics on 127.0.0.1:";
   REQUIRE(log.find(mark) != std::string::npos);
-  const std::string metrics = HttpGet(std::stoi(log.substr(log.find(mark) + mark.size())), "/metrics");
+  const auto answer = testing::HttpGet(std::stoi(log.substr(log.find(mark) + mark.size())), "/metrics");
+  INFO(answer.status());
+  REQUIRE(answer.ok());
+  const std::string& metrics = *answer;
   for (const char* line :
        {"kdt_worker_info{arch=", "kdt_worker_steps_total{rank=\"0\"} 6",
         "kdt_worker_load_seconds{rank=\"0\"}", "kdt_worker_rows_total{kind=\"prefill\",rank=\"0\"}",
