@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "tests/support/catch.h"
+#include "tests/worker/support/vocab_shard.h"
 
 namespace kdt {
 namespace {
@@ -27,15 +28,8 @@ absl::Status RunRank(int rank, int ranks, const std::string& id, const std::vect
   const Shard shard{rank, ranks};
   const int64_t local = shard.Count(kVocab);
   KDT_ASSIGN_OR_RETURN(const auto backend, kernels::MakeCpuBackend(1));
-  std::unique_ptr<Collective> collective = MakeLocalCollective();
-  if (ranks > 1) {
-    KDT_ASSIGN_OR_RETURN(collective, MakeShmCollective(id, rank, ranks, 1 << 16, absl::Seconds(20)));
-  }
-  std::vector<float> mine;
-  for (int64_t row = 0; row < kQueued; ++row) {
-    const float* begin = logits.data() + row * kVocab + shard.Begin(kVocab);
-    mine.insert(mine.end(), begin, begin + local);
-  }
+  KDT_ASSIGN_OR_RETURN(const auto collective, testing::JoinRanks(id, shard));
+  std::vector<float> mine = testing::ShardColumns(logits, kQueued, kVocab, shard);
   std::vector<SequenceSampling> sequences;
   std::vector<SampleRow> rows(kRows);
   std::vector<float> temperature(kQueued, 0);

@@ -13,6 +13,7 @@
 #include "common/rng.h"
 #include "tests/support/catch.h"
 #include "tests/support/chi_square.h"
+#include "tests/worker/support/vocab_shard.h"
 
 namespace kdt {
 namespace {
@@ -40,12 +41,8 @@ void RunJobs(std::vector<Job>& jobs, int ranks) {
     const int64_t begin = shard.Begin(kVocab);
     auto backend = kernels::MakeCpuBackend(1);
     if (!backend.ok()) return backend.status();
-    std::unique_ptr<Collective> collective = MakeLocalCollective();
-    if (ranks > 1) {
-      auto shm = MakeShmCollective(id, rank, ranks, 1 << 16, absl::Seconds(20));
-      if (!shm.ok()) return shm.status();
-      collective = *std::move(shm);
-    }
+    const auto collective = testing::JoinRanks(id, shard);
+    if (!collective.ok()) return collective.status();
     std::vector<float> values;
     std::vector<SequenceSampling> sequences;
     sequences.reserve(jobs.size());
@@ -67,7 +64,7 @@ void RunJobs(std::vector<Job>& jobs, int ranks) {
     auto sampler = Sampler::Create(backend->get(), shard, kVocab, count);
     if (!sampler.ok()) return sampler.status();
     return (*sampler)->Sample(kernels::MakeTensor(values.data(), kernels::DType::kF32, count, local), rows,
-                              *collective, &results[rank]);
+                              **collective, &results[rank]);
   };
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
