@@ -59,9 +59,7 @@ TEST_CASE("cuda: the target gives the reference's log-probabilities and tokens")
     v1::SamplingState sampling = GreedySampling(static_cast<uint32_t>(tokens.size()));
     sampling.set_logprobs(kTop);
     v1::StepRequest request;
-    AddCreate(&request, p + 1, sampling);
-    v1::PrefillChunk* chunk = AddChunk(&request, p + 1, 0, tokens);
-    chunk->set_sample(true);
+    v1::PrefillChunk* chunk = AddPrompt(&request, p + 1, sampling, tokens);
     chunk->set_prompt_logprobs(kTop);
     auto response = (*group)->Step(request);
     INFO(response.status());
@@ -179,9 +177,8 @@ TEST_CASE("cuda: the drafter gives the reference's rounds") {
     CAPTURE(p);
     const std::vector<int32_t> tokens = target.json["prompts"][p]["tokens"];
     v1::StepRequest request;
-    AddCreate(&request, p + 1, GreedySampling(static_cast<uint32_t>(tokens.size())));
-    v1::PrefillChunk* chunk = AddChunk(&request, p + 1, 0, tokens);
-    chunk->set_sample(true);
+    v1::PrefillChunk* chunk =
+        AddPrompt(&request, p + 1, GreedySampling(static_cast<uint32_t>(tokens.size())), tokens);
     chunk->set_draft_top_k(kDraftTop);
     auto response = (*group)->Step(request);
     for (size_t r = 0; r < goldens.json[p].size(); ++r) {

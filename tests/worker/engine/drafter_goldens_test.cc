@@ -62,9 +62,8 @@ TEST_CASE("the drafter gives the reference's rounds") {
     CAPTURE(p);
     const std::vector<int32_t> tokens = target.json["prompts"][p]["tokens"];
     v1::StepRequest request;
-    AddCreate(&request, p + 1, GreedySampling(static_cast<uint32_t>(tokens.size())));
-    v1::PrefillChunk* chunk = AddChunk(&request, p + 1, 0, tokens);
-    chunk->set_sample(true);
+    v1::PrefillChunk* chunk =
+        AddPrompt(&request, p + 1, GreedySampling(static_cast<uint32_t>(tokens.size())), tokens);
     chunk->set_draft_top_k(kTop);
     auto response = (*group)->Step(request);
     REQUIRE(response.ok());

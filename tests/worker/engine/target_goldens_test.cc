@@ -66,9 +66,7 @@ TEST_CASE("the target gives the reference's values") {
     v1::SamplingState sampling = GreedySampling(static_cast<uint32_t>(tokens.size()));
     sampling.set_logprobs(kTop);
     v1::StepRequest request;
-    AddCreate(&request, p + 1, sampling);
-    v1::PrefillChunk* chunk = AddChunk(&request, p + 1, 0, tokens);
-    chunk->set_sample(true);
+    v1::PrefillChunk* chunk = AddPrompt(&request, p + 1, sampling, tokens);
     chunk->set_prompt_logprobs(kTop);
     auto response = (*group)->Step(request);
     REQUIRE(response.ok());

@@ -172,6 +172,14 @@ v1::PrefillChunk* AddChunk(v1::StepRequest* request, uint64_t id, uint32_t start
   return chunk;
 }
 
+v1::PrefillChunk* AddPrompt(v1::StepRequest* request, uint64_t id, const v1::SamplingState& sampling,
+                            const std::vector<int32_t>& tokens) {
+  AddCreate(request, id, sampling);
+  v1::PrefillChunk* chunk = AddChunk(request, id, 0, tokens);
+  chunk->set_sample(true);
+  return chunk;
+}
+
 v1::TreeVerify* AddTree(v1::StepRequest* request, uint64_t id, uint32_t start,
                         const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
   v1::TreeVerify* tree = request->add_verify();

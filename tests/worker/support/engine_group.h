@@ -59,6 +59,9 @@ void AddFork(v1::StepRequest* request, uint64_t id, uint64_t parent, uint32_t le
 void AddFree(v1::StepRequest* request, uint64_t id);
 v1::PrefillChunk* AddChunk(v1::StepRequest* request, uint64_t id, uint32_t start,
                            const std::vector<int32_t>& tokens);
+// A new sequence with its whole prompt, drawn behind its last token.
+v1::PrefillChunk* AddPrompt(v1::StepRequest* request, uint64_t id, const v1::SamplingState& sampling,
+                            const std::vector<int32_t>& tokens);
 // A tree whose node 0 is the root; `parents` of nodes 1 ...
 v1::TreeVerify* AddTree(v1::StepRequest* request, uint64_t id, uint32_t start,
                         const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
