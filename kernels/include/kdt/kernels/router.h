@@ -3,6 +3,7 @@
 // Ties go to the lower expert index. Experts of a row are listed by rising index, so that sums over experts have one order.
 #pragma once
 
+#include "kdt/kernels/ahead.h"
 #include "kdt/kernels/tensor.h"
 
 namespace kdt::kernels {
@@ -24,6 +25,7 @@ struct RouterArgs {
   // Another projection of the same rows, done in the same pass: beside_y = x beside_w^T as by Gemm. No rows: none.
   Tensor beside_w;  // bf16 [out, hidden]
   Tensor beside_y;  // activation dtype or f32 [rows, out]
+  Ahead ahead = {};  // see ahead.h
 };
 
 }  // namespace kdt::kernels
