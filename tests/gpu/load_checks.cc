@@ -137,7 +137,7 @@ nlohmann::json CheckSoak(const CheckOptions& options, const Reference& reference
   }
   const auto setting = ParseSpeculation("tree 16");
   const auto started = std::chrono::steady_clock::now();
-  uint64_t steps = 0, round = 0, tokens = 0;
+  uint64_t steps = 0, round = 0, tokens = 0, drafted = 0, accepted = 0;
   nlohmann::json before;
   while (steps < options.soak_steps) {
     const auto requests = PlanRequests(reference.stub(), options.prompts_file, options.requests,
@@ -145,6 +145,8 @@ nlohmann::json CheckSoak(const CheckOptions& options, const Reference& reference
     if (!requests.ok()) break;
     for (const Stream& stream : RunStreams((*group)->stub(), *requests, *setting, 8, 0)) {
       tokens += stream.tokens.size();
+      drafted += stream.drafted;
+      accepted += stream.accepted;
       if (!stream.error.empty()) result["failures"].push_back(stream.error);
     }
     if (!result["failures"].empty()) break;
@@ -158,11 +160,18 @@ nlohmann::json CheckSoak(const CheckOptions& options, const Reference& reference
   result["behind"] = behind;
   result["steps"] = steps;
   result["tokens"] = tokens;
+  result["drafted"] = drafted;
+  result["accepted"] = accepted;
   result["seconds"] = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
-  std::printf("tp %d, soak: %llu steps, %llu tokens, %.1f s; workers and GPU before %s, behind %s\n",
-              options.subject.tp, static_cast<unsigned long long>(steps),
-              static_cast<unsigned long long>(tokens), result["seconds"].get<double>(), before.dump().c_str(),
-              behind.dump().c_str());
+  std::printf(
+      "tp %d, soak: %llu steps, %llu tokens, %llu drafted, %llu accepted, %.1f s; workers and GPU before %s, "
+      "behind %s\n",
+      options.subject.tp, static_cast<unsigned long long>(steps), static_cast<unsigned long long>(tokens),
+      static_cast<unsigned long long>(drafted), static_cast<unsigned long long>(accepted),
+      result["seconds"].get<double>(), before.dump().c_str(), behind.dump().c_str());
+  if (!options.subject.drafter.empty() && accepted == 0) {
+    result["failures"].push_back("no drafted token was accepted: drafting was not exercised");
+  }
   result["ok"] = result["failures"].empty();
   return result;
 }

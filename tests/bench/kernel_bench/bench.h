@@ -71,5 +71,6 @@ void BenchMoeSharding(Bench& bench);
 void BenchGemm(Bench& bench);
 void BenchSmallOps(Bench& bench);
 void BenchLayer(Bench& bench);
+void BenchFragmentation(Bench& bench);
 
 }  // namespace kdt::bench

@@ -1,7 +1,7 @@
-// kdt-kernel-bench [--op verify_attention|moe|moe_sharding|gemm|small|layer] [--repeats N] [--json FILE]:
-// times the CUDA ops over their shapes with cold caches. A result is the median of single runs between two
-// events, queued behind a delay so that launches overlap nothing. Beside each time stand the bytes and FLOP
-// the op cannot avoid and the roof they give at the rates measured first.
+// kdt-kernel-bench [--op verify_attention|moe|moe_sharding|gemm|small|layer|fragmentation] [--repeats N]
+// [--json FILE]: times the CUDA ops over their shapes with cold caches. A result is the median of single runs
+// between two events, queued behind a delay so that launches overlap nothing. Beside each time stand the
+// bytes and FLOP the op cannot avoid and the roof they give at the rates measured first.
 #include <algorithm>
 #include <fstream>
 
@@ -128,6 +128,7 @@ int main(int argc, char** argv) {
   if (op.empty() || op == "gemm") kdt::bench::BenchGemm(bench);
   if (op.empty() || op == "small") kdt::bench::BenchSmallOps(bench);
   if (op.empty() || op == "layer") kdt::bench::BenchLayer(bench);
+  if (op.empty() || op == "fragmentation") kdt::bench::BenchFragmentation(bench);
   cudaDeviceProp properties;
   KDT_BENCH_CUDA(cudaGetDeviceProperties(&properties, 0));
   if (!json.empty()) bench.WriteJson(json, properties.name);

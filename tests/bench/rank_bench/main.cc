@@ -141,6 +141,7 @@ std::string Json(const Result& r, bool parts) {
 
 absl::StatusOr<std::unique_ptr<Collective>> MakeRankCollective(const EngineOptions& options, bool all,
                                                                kernels::Backend& device) {
+  if (options.tp == 1) return MakeLocalCollective();
   if (!all) return MakeStandIn(&device, options.rank, options.tp);
   KDT_ASSIGN_OR_RETURN(const CollectiveKind kind,
                        ParseCollectiveKind(absl::GetFlag(FLAGS_collective), "cuda"));
@@ -205,7 +206,8 @@ absl::Status Run(int rank, Told* told) {
   KDT_RETURN_IF_ERROR(tap.Allocate(*device, config.num_hidden_layers - config.first_k_dense_replace,
                                    options.max_rows, config.num_experts_per_tok));
   PartClock clock(static_cast<cudaStream_t>(device->stream()));
-  const auto backend = MakePartBackend(device.get(), &clock, &tap);
+  double prepare_s = 0;
+  const auto backend = MakePartBackend(device.get(), &clock, &tap, &prepare_s);
   double start = Seconds();
   uint64_t bytes = 0;
   KDT_ASSIGN_OR_RETURN(const auto engine, Engine::Load(options, backend.get(),
@@ -215,8 +217,10 @@ absl::Status Run(int rank, Told* told) {
   const double weights_gib = static_cast<double>(bytes) / (1 << 30);
   if (prints) {
     std::printf(
-        "%s: %.2f GiB of weights in %.1f s with the KV pool of %ld slots; %.1f GiB of the device in use\n",
-        backend->device_name().c_str(), weights_gib, load_s, options.kv_slots,
+        "%s: %.2f GiB of weights in %.1f s, of it %.3f s for the layout of the experts, with the KV pool of "
+        "%ld "
+        "slots; %.1f GiB of the device in use\n",
+        backend->device_name().c_str(), weights_gib, load_s, prepare_s, options.kv_slots,
         backend->memory() ? static_cast<double>(backend->memory()->used_bytes) / (1 << 30) : 0.0);
     std::fflush(stdout);
   }
@@ -277,10 +281,9 @@ absl::Status Run(int rank, Told* told) {
   std::ofstream file(absl::GetFlag(FLAGS_json));
   file << absl::StrFormat(
       "{\"device\": \"%s\", \"moe\": \"%s\", \"eager\": %s, \"tp\": %d, \"weights_gib\": %.3f, \"load_s\": "
-      "%.2f, "
-      "\"epoch_start_s\": %.3f, \"capture_s\": %.3f, \"results\": [\n",
+      "%.2f, \"prepare_experts_s\": %.3f, \"epoch_start_s\": %.3f, \"capture_s\": %.3f, \"results\": [\n",
       backend->device_name(), moe, absl::GetFlag(FLAGS_eager) ? "true" : "false", options.tp, weights_gib,
-      load_s, epoch_s, stats.capture_seconds);
+      load_s, prepare_s, epoch_s, stats.capture_seconds);
   for (size_t i = 0; i < results.size(); ++i) {
     file << "  " << Json(results[i], parts) << (i + 1 < results.size() ? ",\n" : "\n");
   }

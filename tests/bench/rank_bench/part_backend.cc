@@ -1,5 +1,6 @@
 #include "tests/bench/rank_bench/part_backend.h"
 
+#include <chrono>
 #include <string>
 #include <utility>
 
@@ -29,8 +30,8 @@ class MarkedGraph final : public Graph {
 
 class PartBackend final : public kernels::Backend {
  public:
-  PartBackend(kernels::Backend* inner, PartClock* clock, ExpertTap* tap)
-      : inner_(inner), clock_(clock), tap_(tap) {}
+  PartBackend(kernels::Backend* inner, PartClock* clock, ExpertTap* tap, double* prepare_seconds)
+      : inner_(inner), clock_(clock), tap_(tap), prepare_seconds_(prepare_seconds) {}
 
   std::string name() const override { return inner_->name(); }
   std::string device_name() const override { return inner_->device_name(); }
@@ -76,7 +77,12 @@ class PartBackend final : public kernels::Backend {
   kernels::BackendStats stats() const override { return inner_->stats(); }
 
   absl::Status PrepareExperts(const kernels::Int4Experts& weights) override {
-    return inner_->PrepareExperts(weights);
+    KDT_RETURN_IF_ERROR(inner_->Synchronize());
+    const auto start = std::chrono::steady_clock::now();
+    KDT_RETURN_IF_ERROR(inner_->PrepareExperts(weights));
+    KDT_RETURN_IF_ERROR(inner_->Synchronize());
+    *prepare_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return absl::OkStatus();
   }
 
 #define KDT_PART_OP(op, part)                               \
@@ -122,6 +128,7 @@ class PartBackend final : public kernels::Backend {
   kernels::Backend* inner_;
   PartClock* clock_;
   ExpertTap* tap_;
+  double* prepare_seconds_;
 };
 
 class PartCollective final : public Collective {
@@ -169,8 +176,9 @@ class PartCollective final : public Collective {
 
 }  // namespace
 
-std::unique_ptr<kernels::Backend> MakePartBackend(kernels::Backend* inner, PartClock* clock, ExpertTap* tap) {
-  return std::make_unique<PartBackend>(inner, clock, tap);
+std::unique_ptr<kernels::Backend> MakePartBackend(kernels::Backend* inner, PartClock* clock, ExpertTap* tap,
+                                                  double* prepare_seconds) {
+  return std::make_unique<PartBackend>(inner, clock, tap, prepare_seconds);
 }
 std::unique_ptr<Collective> MakePartCollective(Collective* inner, PartClock* clock, int ranks) {
   return std::make_unique<PartCollective>(inner, clock, ranks);
