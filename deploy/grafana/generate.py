@@ -141,6 +141,9 @@ RANKS = [
     row("Experts, memory, start"),
     panel("Expert imbalance", per_rank(f"kdt_worker_expert_imbalance_ratio{{{RANK}}}"), width=6, min=0,
           about="Rows of the busiest expert over the mean expert's, mean of the layers. 1 is even."),
+    panel("Expert imbalance between ranks", per_rank(f"kdt_worker_expert_rank_imbalance_ratio{{{RANK}}}"), width=6, min=0,
+          about="Distinct experts of the busiest rank over the mean rank's: what the others wait for with --moe=expert. 1 is even, "
+                "and what slices of every expert (--moe=tensor) have."),
     panel("Device memory", [(f"kdt_worker_device_memory_bytes{{{RANK}}}", "rank {{rank}} {{state}}")], width=6, unit="bytes", min=0),
     panel("Weights", per_rank(f"kdt_worker_weight_bytes{{{RANK}}}"), width=6, unit="bytes", min=0),
     panel("Load time", per_rank(f"kdt_worker_load_seconds{{{RANK}}}"), width=6, unit="s", min=0),

@@ -9,20 +9,11 @@ void TreeWalk(Context&, const TreeWalkArgs& args) {
     const int32_t begin = args.row_begin[tree];
     const int32_t nodes = args.row_begin[tree + 1] - begin;
     KDT_CHECK(nodes >= 1);
-    int32_t* path = args.path + begin;
-    int32_t node = 0;
-    int32_t length = 0;
-    path[0] = 0;
-    // A child stands behind its parent, so one pass over the nodes finds the whole path.
-    for (int32_t child = 1; child < nodes; ++child) {
-      const int32_t target = args.targets[begin + node];
-      if (target < 0) break;
-      if (args.parents[begin + child] != node || args.tokens[begin + child] != target) continue;
-      node = child;
-      path[++length] = child;
-    }
+    int32_t* const path = args.path + begin;
+    const auto target = [&](int32_t node) { return args.targets[begin + node]; };
+    const int32_t length = WalkTree(nodes, args.tokens + begin, args.parents + begin, target, path);
     args.path_length[tree] = length;
-    args.next_root[tree] = args.targets[begin + node];
+    args.next_root[tree] = target(path[length]);
   }
 }
 

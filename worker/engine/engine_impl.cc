@@ -7,6 +7,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "common/status.h"
+#include "kdt/kernels/tree_walk.h"
 #include "kdt/v1/worker.pb.h"
 
 namespace kdt {
@@ -225,23 +226,19 @@ absl::Status EngineImpl::Sample() {
   return status;
 }
 
-// All trees of the step: from the root along the nodes that carry their parent's drawn token (the definition
-// is TreeWalkArgs'; a few hundred nodes cost the host less than a kernel's launch).
+// All trees of the step. A few hundred nodes cost the host less than the launch of the op TreeWalk would.
 void EngineImpl::Walk(std::span<const PlannedSequence> sequences) {
   for (size_t s = 0; s < sequences.size(); ++s) {
     const PlannedSequence& sequence = sequences[s];
     if (!sequence.tree) continue;
-    std::vector<int32_t>& path = outcomes_[s].kept;
     const SampledRow* const sampled = sampled_.data() + batch_.logit_begin(s);
-    int32_t node = 0;
-    path.push_back(node);
-    // A child stands behind its parent, so one pass finds the whole path. A bad node ends it.
-    for (int32_t i = 1; i < static_cast<int32_t>(sequence.rows()); ++i) {
-      if (sequence.parents[i] != node || sampled[node].bad || sequence.tokens[i] != sampled[node].token)
-        continue;
-      node = i;
-      path.push_back(node);
-    }
+    // A bad node ends the path.
+    const auto target = [sampled](int32_t node) { return sampled[node].bad ? -1 : sampled[node].token; };
+    std::vector<int32_t>& path = outcomes_[s].kept;
+    path.resize(sequence.rows());
+    const int32_t accepted = kernels::WalkTree(static_cast<int32_t>(sequence.rows()), sequence.tokens.data(),
+                                               sequence.parents.data(), target, path.data());
+    path.resize(accepted + 1);
   }
 }
 

@@ -80,7 +80,12 @@ absl::Status StepGraphs::Capture(StepPiece piece, int64_t rows, int64_t sequence
 absl::Status StepGraphs::Run(StepPiece piece, int64_t rows, int64_t sequences,
                              absl::FunctionRef<absl::Status()> ops) {
   const auto found = graphs_.find({piece, rows, sequences});
-  if (found == graphs_.end()) return ops();
+  if (found == graphs_.end()) {
+    if (!captures_) return ops();
+    // Op by op it would be right and slow, and nobody would know.
+    return absl::InternalError(absl::StrCat("no graph of ", Name(piece), " for ", rows, " rows, ", sequences,
+                                            " sequences was captured"));
+  }
   if (piece == StepPiece::kForward) {
     ++replays_[rows];
     last_forward_ = found->second.get();

@@ -47,7 +47,8 @@ class StepGraphs {
   // Records `ops` for later. Errors name the piece and the shape.
   absl::Status Capture(StepPiece piece, int64_t rows, int64_t sequences,
                        absl::FunctionRef<absl::Status()> ops);
-  // Replays what was captured for the shape; without a graph calls `ops`.
+  // Replays what was captured for the shape. Without captures() calls `ops`; with it a shape that was not
+  // captured is an INTERNAL error that names it.
   absl::Status Run(StepPiece piece, int64_t rows, int64_t sequences, absl::FunctionRef<absl::Status()> ops);
   void Clear();
 

@@ -1,7 +1,14 @@
 // Shapes of a step's pieces, and what a step of a known shape runs.
 #include "worker/engine/step_graphs.h"
 
+#include <map>
+#include <string>
+#include <tuple>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
 #include "tests/support/catch.h"
+#include "tests/worker/support/idle_backend.h"
 
 namespace kdt {
 namespace {
@@ -52,6 +59,68 @@ TEST_CASE("without a graph a piece's ops are called, and a capture that fails na
   const absl::Status captured = graphs.Capture(StepPiece::kDraft, 8, 0, ops);
   CHECK(captured.code() == absl::StatusCode::kUnimplemented);
   CHECK(std::string(captured.message()).find("graph of draft for 8 rows") != std::string::npos);
+}
+
+// Captures without a device: a graph counts its replays.
+class CountingBackend final : public testing::IdleBackend {
+ public:
+  bool can_capture() const override { return true; }
+  absl::StatusOr<std::unique_ptr<kernels::Graph>> Capture(absl::FunctionRef<absl::Status()> record) override {
+    KDT_RETURN_IF_ERROR(record());
+    return std::make_unique<CountedGraph>(&replays);
+  }
+  int replays = 0;
+
+ private:
+  class CountedGraph final : public kernels::Graph {
+   public:
+    explicit CountedGraph(int* replays) : replays_(replays) {}
+    absl::Status Replay() override {
+      ++*replays_;
+      return absl::OkStatus();
+    }
+    int64_t nodes() const override { return 3; }
+    const std::vector<kernels::KernelUse>& kernel_uses() const override { return uses_; }
+
+   private:
+    int* replays_;
+    std::vector<kernels::KernelUse> uses_;
+  };
+};
+
+TEST_CASE("where graphs are captured, a shape without one is an error that names it") {
+  CountingBackend backend;
+  StepGraphs graphs(&backend, StepMode::kAuto, 100, 8);
+  REQUIRE(graphs.captures());
+  int calls = 0;
+  const auto ops = [&] {
+    ++calls;
+    return absl::OkStatus();
+  };
+  REQUIRE(graphs.Capture(StepPiece::kForward, 8, 1, ops).ok());
+  CHECK(calls == 1);
+  CHECK(graphs.graphs() == 1);
+  CHECK(graphs.nodes() == 3);
+  REQUIRE(graphs.Run(StepPiece::kForward, 8, 1, ops).ok());
+  CHECK(backend.replays == 1);
+  CHECK(graphs.replays() == std::map<int64_t, int64_t>{{8, 1}});
+  for (const auto& [piece, rows, sequences] :
+       {std::tuple{StepPiece::kForward, 16, 1}, {StepPiece::kForward, 8, 4}, {StepPiece::kLogits, 8, 1}}) {
+    const absl::Status missing = graphs.Run(piece, rows, sequences, ops);
+    CHECK(missing.code() == absl::StatusCode::kInternal);
+    CHECK(
+        std::string(missing.message()).find(absl::StrCat("for ", rows, " rows, ", sequences, " sequences")) !=
+        std::string::npos);
+  }
+  graphs.Clear();
+  CHECK(graphs.Run(StepPiece::kForward, 8, 1, ops).code() == absl::StatusCode::kInternal);
+  CHECK(calls == 1);
+  CHECK(backend.replays == 1);
+
+  // The same backend where nothing is to be captured.
+  StepGraphs eager(&backend, StepMode::kEager, 100, 8);
+  CHECK(eager.Run(StepPiece::kForward, 8, 1, ops).ok());
+  CHECK(calls == 2);
 }
 
 }  // namespace

@@ -6,6 +6,22 @@
 
 namespace kdt::kernels {
 
+// The walk of one tree, for what runs on the host: target(node) is the target's token behind a node, < 0: none.
+// Writes the path, the root (0) first, to `path` (room for `nodes`), and returns its length, the root not counted.
+template <typename Target>
+int32_t WalkTree(int32_t nodes, const int32_t* tokens, const int32_t* parents, const Target& target, int32_t* path) {
+  int32_t node = 0, length = 0, wanted = target(0);
+  path[0] = 0;
+  // A child stands behind its parent, so one pass over the nodes finds the whole path.
+  for (int32_t child = 1; child < nodes && wanted >= 0; ++child) {
+    if (parents[child] != node || tokens[child] != wanted) continue;
+    node = child;
+    wanted = target(node);
+    path[++length] = node;
+  }
+  return length;
+}
+
 struct TreeWalkArgs {
   int64_t trees;
   const int32_t* row_begin;  // [trees + 1]: rows of tree t; its root is the first
