@@ -46,6 +46,7 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
         absl::StrCat("step is ", request.step(), ", expected ", last_step_ + 1));
   }
   times_ = {};
+  device_idle_ = false;
   int64_t total_ns = 0;
   const int64_t wait_before = collective_->wait_ns();
   int64_t sample_wait_ns = 0, draft_wait_ns = 0;
@@ -75,7 +76,8 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
       PhaseTimer draft_timer(&times_.draft_ns);
       KDT_RETURN_IF_ERROR(Draft());
     }
-    KDT_RETURN_IF_ERROR(collective_->Finish(*backend_));
+    // Nothing may be behind the draw: no row to move, and no draft.
+    if (!device_idle_) KDT_RETURN_IF_ERROR(collective_->Finish(*backend_));
     MergeDrafts();
     // Where the host is not the device it counts beside other work: a sample is enough.
     if (!sequences.empty() && (!graphs_->captures() || request.step() % kCountExpertsEvery == 0)) {
@@ -160,7 +162,9 @@ absl::Status EngineImpl::Forward(std::span<const PlannedSequence> sequences) {
   if (shape_.logit_rows == 0) return absl::OkStatus();
   KDT_RETURN_IF_ERROR(graphs_->Run(StepPiece::kLogits, shape_.logit_rows, 0,
                                    [this] { return LogitsOps(shape_.logit_rows, draws_by_argmax_); }));
-  return collective_->Finish(*backend_);
+  KDT_RETURN_IF_ERROR(collective_->Finish(*backend_));
+  device_idle_ = draws_by_argmax_;
+  return absl::OkStatus();
 }
 
 // What every logit row is asked, and the keys of its draw where the device can make it.
@@ -326,8 +330,11 @@ absl::Status EngineImpl::Commit(std::span<const PlannedSequence> sequences) {
 // What is kept moves to its place, the drafter takes it in, and drafts. The last pass's results are merged
 // when the step is finished.
 absl::Status EngineImpl::Draft() {
-  const int64_t count = std::max(moves_.size(), kept_.size());
+  // Without a drafter there is only what moves: with a chain, and with a tree of which no node was accepted,
+  // nothing.
+  const auto count = static_cast<int64_t>(std::max(moves_.size(), drafter_ == nullptr ? 0 : kept_.size()));
   if (count > 0) {
+    device_idle_ = false;
     const int64_t rows = graphs_->Rows(count);
     for (int64_t i = 0; i < rows; ++i) {
       const bool real = i < static_cast<int64_t>(moves_.size());
@@ -346,6 +353,7 @@ absl::Status EngineImpl::Draft() {
       KDT_RETURN_IF_ERROR(collective_->Finish(*backend_));
       MergeDrafts();
     }
+    device_idle_ = false;
     pending_.requests = requests.subspan(begin, std::min(most, requests.size() - begin));
     pending_.sequences = DraftShape(static_cast<int64_t>(pending_.requests.size()));
     pending_.top_k = DraftTopKShape(pending_.requests);

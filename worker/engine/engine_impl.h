@@ -123,6 +123,7 @@ class EngineImpl final : public Engine {
   std::vector<std::vector<int32_t>> paths_;  // tokens up to each drawn row, where a penalty needs them
   std::vector<SampleRow> sample_rows_;
   bool draws_by_argmax_ = false;  // all of them
+  bool device_idle_ = false;      // nothing has been queued since the host waited for the device
   std::vector<SampledRow> sampled_;
   std::vector<Outcome> outcomes_;
   std::vector<SlotMove> moves_;

@@ -96,6 +96,15 @@ void Print(const Result& r, bool parts) {
       "%7.1f, ratio %.2f | graphs %.1f us, a reduction %.2f us, busiest rank %.2f of the mean's experts\n",
       r.shape.rows, r.shape.batch, r.shape.context, r.times.wall_us, r.times.fastest_us, r.times.slowest_us,
       r.Step(), floor, r.Step() / floor, r.times.graphs_us, r.reduce_us, r.times.rank_imbalance);
+  if (!parts && !r.times.graphs.empty()) {
+    const v1::StepTimings& t = r.times.timings;
+    std::printf("    graphs, device (launch) us:");
+    for (const auto& graph : r.times.graphs) std::printf(" %.1f (%.1f)", graph.device_us, graph.launch_us);
+    std::printf(
+        "; host us: forward to tokens %.1f, draw and commit %.1f, queue kept and draft %.1f, rest %.1f\n",
+        t.forward_us(), t.sample_us(), t.draft_us(),
+        t.total_us() - t.forward_us() - t.sample_us() - t.draft_us());
+  }
   if (parts) {
     std::printf("   ");
     double sum = 0;

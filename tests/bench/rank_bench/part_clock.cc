@@ -1,6 +1,7 @@
 #include "tests/bench/rank_bench/part_clock.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -64,23 +65,26 @@ absl::Status PartClock::Around(absl::FunctionRef<absl::Status()> replay) {
   if (!time_graphs_) return replay();
   KDT_ASSIGN_OR_RETURN(const cudaEvent_t begin, Event(true));
   KDT_ASSIGN_OR_RETURN(const cudaEvent_t end, Event(true));
-  replays_.emplace_back(begin, end);
   KDT_RETURN_IF_ERROR(State(cudaEventRecord(begin, stream_), "cudaEventRecord"));
+  const auto start = std::chrono::steady_clock::now();
   KDT_RETURN_IF_ERROR(replay());
+  const std::chrono::duration<double, std::micro> launch = std::chrono::steady_clock::now() - start;
+  replays_.push_back({begin, end, launch.count()});
   return State(cudaEventRecord(end, stream_), "cudaEventRecord");
 }
 
-absl::StatusOr<double> PartClock::CollectGraphs() {
-  double microseconds = 0;
-  for (const auto& [begin, end] : replays_) {
+absl::StatusOr<std::vector<PartClock::GraphTime>> PartClock::CollectGraphs() {
+  std::vector<GraphTime> times;
+  for (const Replayed& replayed : replays_) {
     float milliseconds = 0;
-    KDT_RETURN_IF_ERROR(State(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime"));
-    microseconds += milliseconds * 1e3;
-    spare_.push_back(begin);
-    spare_.push_back(end);
+    KDT_RETURN_IF_ERROR(
+        State(cudaEventElapsedTime(&milliseconds, replayed.begin, replayed.end), "cudaEventElapsedTime"));
+    times.push_back({milliseconds * 1e3, replayed.launch_us});
+    spare_.push_back(replayed.begin);
+    spare_.push_back(replayed.end);
   }
   replays_.clear();
-  return microseconds;
+  return times;
 }
 
 absl::Status PartClock::Enter(Part part) {

@@ -43,8 +43,12 @@ class PartClock {
   // Device time of graphs as a whole, while on: around every replay, which returns the replay's status.
   void TimeGraphs(bool on) { time_graphs_ = on; }
   absl::Status Around(absl::FunctionRef<absl::Status()> replay);
-  // Microseconds of all replays since the last call; the device has finished.
-  absl::StatusOr<double> CollectGraphs();
+  struct GraphTime {
+    double device_us = 0;
+    double launch_us = 0;  // of the host, in the call that queues it
+  };
+  // Of all replays since the last call, in order; the device has finished.
+  absl::StatusOr<std::vector<GraphTime>> CollectGraphs();
 
   // Of a step: what comes behind its sampling is the drafter's.
   void BeginStep() { sampled_ = drafting_ = false; }
@@ -64,8 +68,12 @@ class PartClock {
   bool sampled_ = false, drafting_ = false;  // outside of graphs
   Part current_ = Part::kNone;
   Marks step_, graph_;
-  std::vector<std::pair<cudaEvent_t, cudaEvent_t>> replays_;  // begin and end
-  std::vector<const Marks*> sequence_;                        // graphs of the step in order
+  struct Replayed {
+    cudaEvent_t begin, end;
+    double launch_us;
+  };
+  std::vector<Replayed> replays_;
+  std::vector<const Marks*> sequence_;  // graphs of the step in order
   std::vector<cudaEvent_t> spare_, all_;
 };
 

@@ -88,18 +88,23 @@ absl::StatusOr<StepTimes> StepBench::Measure(const StepShape& shape, int warm_up
                   all.front().first,
                   all.back().first,
                   0,
+                  {},
                   median.second,
                   response_.expert_imbalance(),
                   response_.expert_rank_imbalance()};
-  std::vector<double> graphs;
+  std::vector<std::pair<double, std::vector<PartClock::GraphTime>>> graphs;
   clock_->TimeGraphs(true);
   for (int i = 0; i < kGraphSteps; ++i) {
     KDT_RETURN_IF_ERROR(Step(shape));
-    KDT_ASSIGN_OR_RETURN(const double microseconds, clock_->CollectGraphs());
-    graphs.push_back(microseconds);
+    KDT_ASSIGN_OR_RETURN(auto replays, clock_->CollectGraphs());
+    double sum = 0;
+    for (const PartClock::GraphTime& time : replays) sum += time.device_us;
+    graphs.emplace_back(sum, std::move(replays));
   }
   clock_->TimeGraphs(false);
-  times.graphs_us = Median(graphs);
+  std::sort(graphs.begin(), graphs.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  times.graphs_us = graphs[kGraphSteps / 2].first;
+  times.graphs = graphs[kGraphSteps / 2].second;
   return times;
 }
 

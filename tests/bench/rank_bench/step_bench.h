@@ -27,8 +27,9 @@ struct StepTimes {
   double wall_us = 0;     // of a call of Step, median
   double fastest_us = 0;  // of all
   double slowest_us = 0;
-  double graphs_us = 0;     // of the device in the graphs of a step, median; the rest is the host's
-  v1::StepTimings timings;  // of the median step
+  double graphs_us = 0;  // of the device in the graphs of a step, median; the rest is the host's
+  std::vector<PartClock::GraphTime> graphs;         // of the step with that median, in order
+  v1::StepTimings timings;                          // of the median step
   double expert_imbalance = 0, rank_imbalance = 0;  // as StepResponse
 };
 

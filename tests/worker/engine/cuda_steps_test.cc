@@ -45,6 +45,54 @@ TEST_CASE("cuda: graphs give the bits of the same shapes op by op; a strict engi
   CHECK(seen[1] == seen[3]);
 }
 
+TEST_CASE("cuda: a step that neither moves rows nor drafts is two graphs and one wait") {
+  KDT_NEED_GPU();
+  const auto group = Start(CudaOptions(false));
+  v1::StepRequest prompt;
+  AddPrompt(&prompt, 1, GreedySampling(4), {3, 4, 5, 6});
+  auto response = group->Step(prompt);
+  REQUIRE(response.ok());
+  uint32_t length = 4;
+  auto root = static_cast<int32_t>(response->results(0).tokens(0));
+  // A chain of what plain decoding draws is accepted whole, and lies where it has to.
+  std::vector<int32_t> chain = {root};
+  kernels::BackendStats before = group->engine(0).stats().device;
+  for (int step = 0; step < 3; ++step) {
+    v1::StepRequest request;
+    AddTree(&request, 1, length++, {root}, {});
+    response = group->Step(request);
+    REQUIRE(response.ok());
+    root = static_cast<int32_t>(response->results(0).tokens(0));
+    chain.push_back(root);
+  }
+  const auto count = [&](int64_t graphs, int64_t waits) {
+    const kernels::BackendStats now = group->engine(0).stats().device;
+    CHECK(now.replays - before.replays == graphs);
+    CHECK(now.synchronisations - before.synchronisations == waits);
+    before = now;
+  };
+  count(3 * 2, 3);
+  v1::StepRequest again;
+  AddPrompt(&again, 2, GreedySampling(4), {3, 4, 5, 6});
+  REQUIRE(group->Step(again).ok());
+  before = group->engine(0).stats().device;
+  v1::StepRequest verify;
+  AddTree(&verify, 2, 4, chain, {0, 1, 2});
+  response = group->Step(verify);
+  REQUIRE(response.ok());
+  if (response->results(0).accepted_nodes_size() == 3) count(2, 1);
+  // A wrong node before the right one: the right one's rows move.
+  v1::StepRequest third;
+  AddPrompt(&third, 3, GreedySampling(4), {3, 4, 5, 6});
+  REQUIRE(group->Step(third).ok());
+  before = group->engine(0).stats().device;
+  v1::StepRequest tree;
+  AddTree(&tree, 3, 4, {chain[0], (chain[1] + 1) % kVocab, chain[1]}, {0, 0});
+  response = group->Step(tree);
+  REQUIRE(response.ok());
+  if (response->results(0).accepted_nodes_size() == 1) count(3, 2);
+}
+
 TEST_CASE("cuda: steps of every size around the buckets, up to the largest") {
   KDT_NEED_GPU();
   EngineOptions options = CudaOptions(true);
