@@ -70,7 +70,7 @@ void BenchMoe(Bench& bench);
 void BenchMoeSharding(Bench& bench);
 void BenchGemm(Bench& bench);
 void BenchSmallOps(Bench& bench);
-void BenchLayer(Bench& bench);
+void BenchLayer(Bench& bench, int context);  // committed tokens
 void BenchFragmentation(Bench& bench);
 
 }  // namespace kdt::bench

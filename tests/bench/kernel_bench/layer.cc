@@ -20,7 +20,7 @@ using kernels::MakeTensor;
 using kernels::Tensor;
 
 constexpr int kLayers = 8;
-constexpr int64_t kMaxRows = 64, kContext = 4096, kTokens = 1024;
+constexpr int64_t kMaxRows = 64, kTokens = 1024;
 
 void Check(const absl::Status& status) {
   if (status.ok()) return;
@@ -56,15 +56,19 @@ ModelConfig K26() {
 
 class LayerBench {
  public:
-  explicit LayerBench(Bench& bench)
-      : bench_(bench), config_(K26()), base_(Take(kernels::MakeCudaBackend({}))), ops_(*base_) {
+  LayerBench(Bench& bench, int context)
+      : bench_(bench),
+        context_(context),
+        config_(K26()),
+        base_(Take(kernels::MakeCudaBackend({}))),
+        ops_(*base_) {
     for (int l = 0; l < kLayers; ++l) weights_.layers.push_back(Layer());
     weights_.embedding = Matrix(kTokens, config_.hidden_size, 1.0f);
     weights_.lm_head = Matrix(256, config_.hidden_size, 0.01f);
     weights_.final_norm = Norm(config_.hidden_size);
     weights_.rope_inv_freq = bench.Copy(config_.rope.InvFreq());
     KDT_BENCH_CUDA(cudaDeviceSynchronize());
-    kv_ = Take(KvStorage::Create(*base_, kLayers, 2 * (kContext + kMaxRows), 576, DType::kBF16));
+    kv_ = Take(KvStorage::Create(*base_, kLayers, 2 * (context_ + kMaxRows), 576, DType::kBF16));
     for (int l = 0; l < kLayers; ++l)
       FillNormal(nullptr, kv_.Layer(l).data, kv_.Layer(l).rows * 576, 100 + l, 1.0f);
     forward_ = Take(TargetForward::Create(&ops_, &config_, &weights_, &kv_, {0, 8}, kMaxRows));
@@ -97,7 +101,7 @@ class LayerBench {
     const double layer = (all - none) / kLayers;
     double floor = 0;
     for (int i = 0; i < per_layer; ++i) floor += Floor(bytes[i], flop[i]);
-    std::printf("layer, context %d, %d rows: %.2f us, floor %.2f us (%.2f x)\n", static_cast<int>(kContext),
+    std::printf("layer, context %d, %d rows: %.2f us, floor %.2f us (%.2f x)\n", context_,
                 static_cast<int>(rows), layer, floor, layer / floor);
     std::printf("  %-22s %8s %8s %8s\n", "op", "costs", "alone", "floor");
     for (int op = 0; op < per_layer; ++op) {
@@ -106,7 +110,7 @@ class LayerBench {
       std::printf("  %-22s %8.2f %8.2f %8.2f\n", facts[2 + op].name.c_str(), (all - without) / kLayers,
                   (alone - none) / kLayers, Floor(bytes[op], flop[op]));
     }
-    bench_.Report({"layer", "context 4096 rows " + std::to_string(rows), layer,
+    bench_.Report({"layer", "context " + std::to_string(context_) + " rows " + std::to_string(rows), layer,
                    std::accumulate(bytes.begin(), bytes.end(), 0.0),
                    std::accumulate(flop.begin(), flop.end(), 0.0), 0});
   }
@@ -146,11 +150,11 @@ class LayerBench {
     std::vector<int32_t> slots(kv_.Layer(0).rows - 1), tokens(rows), positions(rows);
     std::iota(slots.begin(), slots.end(), 1);
     std::shuffle(slots.begin(), slots.end(), rng);
-    slots.resize(kContext + rows);
+    slots.resize(context_ + rows);
     std::vector<uint64_t> bits(rows * kernels::kAncestorWords, 0);
     for (int64_t i = 0; i < rows; ++i) {
       tokens[i] = static_cast<int32_t>(rng() % kTokens);
-      positions[i] = static_cast<int32_t>(kContext + i);
+      positions[i] = static_cast<int32_t>(context_ + i);
       for (int64_t j = 0; j <= i; ++j) bits[i * kernels::kAncestorWords + j / 64] |= uint64_t{1} << (j % 64);
     }
     StepRows r;
@@ -158,12 +162,12 @@ class LayerBench {
     r.sequences = 1;
     r.tokens = bench_.Copy(tokens);
     r.positions = bench_.Copy(positions);
-    r.slots = bench_.Copy(std::vector<int32_t>(slots.begin() + kContext, slots.end()));
+    r.slots = bench_.Copy(std::vector<int32_t>(slots.begin() + context_, slots.end()));
     r.row_begin = bench_.Copy(std::vector<int32_t>{0, static_cast<int32_t>(rows)});
-    r.context_length = bench_.Copy(std::vector<int32_t>{kContext});
+    r.context_length = bench_.Copy(std::vector<int32_t>{context_});
     r.causal = bench_.Copy(std::vector<uint8_t>{0});
     r.slot_table = bench_.Copy(slots);
-    r.table_stride = kContext + rows;
+    r.table_stride = context_ + rows;
     r.ancestor_bits = bench_.Copy(bits);
     return r;
   }
@@ -213,6 +217,7 @@ class LayerBench {
 
   static constexpr int kRepeats = 9;
   Bench& bench_;
+  const int context_;
   ModelConfig config_;
   std::unique_ptr<kernels::Backend> base_;
   OpFilter ops_;
@@ -227,8 +232,8 @@ class LayerBench {
 
 }  // namespace
 
-void BenchLayer(Bench& bench) {
-  LayerBench layer(bench);
+void BenchLayer(Bench& bench, int context) {
+  LayerBench layer(bench, context);
   for (const int64_t rows : {1, 8, 16, 32}) layer.Run(rows);
 }
 

@@ -1,7 +1,7 @@
 // kdt-kernel-bench [--op verify_attention|moe|moe_sharding|gemm|small|layer|fragmentation] [--repeats N]
-// [--json FILE]: times the CUDA ops over their shapes with cold caches. A result is the median of single runs
-// between two events, queued behind a delay so that launches overlap nothing. Beside each time stand the
-// bytes and FLOP the op cannot avoid and the roof they give at the rates measured first.
+// [--context N] [--json FILE]: times the CUDA ops over their shapes with cold caches. A result is the median
+// of single runs between two events, queued behind a delay so that launches overlap nothing. Beside each time
+// stand the bytes and FLOP the op cannot avoid and the roof they give at the rates measured first.
 #include <algorithm>
 #include <fstream>
 
@@ -109,11 +109,12 @@ void Bench::WriteJson(const std::string& path, const std::string& device) const 
 
 int main(int argc, char** argv) {
   std::string op, json;
-  int repeats = 21;
+  int repeats = 21, context = 4096;  // of a layer
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string flag = argv[i];
     if (flag == "--op") op = argv[i + 1];
     if (flag == "--json") json = argv[i + 1];
+    if (flag == "--context") context = std::max(1, std::atoi(argv[i + 1]));
     if (flag == "--repeats") repeats = std::max(1, std::atoi(argv[i + 1]));
   }
   int devices = 0;
@@ -127,7 +128,7 @@ int main(int argc, char** argv) {
   if (op.empty() || op == "moe_sharding") kdt::bench::BenchMoeSharding(bench);
   if (op.empty() || op == "gemm") kdt::bench::BenchGemm(bench);
   if (op.empty() || op == "small") kdt::bench::BenchSmallOps(bench);
-  if (op.empty() || op == "layer") kdt::bench::BenchLayer(bench);
+  if (op.empty() || op == "layer") kdt::bench::BenchLayer(bench, context);
   if (op.empty() || op == "fragmentation") kdt::bench::BenchFragmentation(bench);
   cudaDeviceProp properties;
   KDT_BENCH_CUDA(cudaGetDeviceProperties(&properties, 0));

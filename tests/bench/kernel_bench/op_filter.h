@@ -2,7 +2,9 @@
 // it is told to: what an op costs inside a graph is the graph's time with it less the time without it.
 #pragma once
 
+#include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -10,6 +12,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "common/status.h"
 #include "kdt/kernels/backend.h"
 
 namespace kdt::bench {
@@ -142,7 +145,7 @@ class OpFilter final : public kernels::Backend {
           const size_t distinct = std::set<int32_t>(ids.begin(), ids.end()).size();
           return OpFacts{"moe", static_cast<double>(distinct) * expert};
         },
-        [&] { return base_.Moe(args); });
+        [&] { return MoeAsRecorded(args); });
   }
   absl::Status LogitsTopK(const kernels::LogitsTopKArgs& args) override {
     return Do([&] { return OpFacts{"logits_top_k"}; }, [&] { return base_.LogitsTopK(args); });
@@ -155,6 +158,32 @@ class OpFilter final : public kernels::Backend {
   }
 
  private:
+  // The router's choice at an op of the recorded pass.
+  struct Choice {
+    kernels::Buffer ids, weights;
+  };
+
+  // Without another op the router would choose otherwise, and with the number of experts moe's time would
+  // change: moe takes the choice of the recorded pass.
+  absl::Status MoeAsRecorded(kernels::MoeArgs args) {
+    Choice& choice = choices_[next_ - 1];
+    if (recording_) {
+      const size_t bytes = args.x.rows * args.top_k * sizeof(int32_t);
+      KDT_ASSIGN_OR_RETURN(choice.ids, Copy(args.expert_ids, bytes));
+      KDT_ASSIGN_OR_RETURN(choice.weights, Copy(args.expert_weights, bytes));
+    }
+    args.expert_ids = choice.ids.as<int32_t>();
+    args.expert_weights = choice.weights.as<float>();
+    return base_.Moe(args);
+  }
+  absl::StatusOr<kernels::Buffer> Copy(const void* from, size_t bytes) {
+    std::vector<std::byte> host(bytes);
+    KDT_RETURN_IF_ERROR(base_.Synchronize());
+    KDT_RETURN_IF_ERROR(base_.Download(host.data(), from, bytes));
+    KDT_ASSIGN_OR_RETURN(kernels::Buffer to, kernels::Buffer::Make(base_, bytes));
+    KDT_RETURN_IF_ERROR(base_.Upload(to.data(), host.data(), bytes));
+    return to;
+  }
   static double Elements(const kernels::Tensor& t) { return static_cast<double>(t.rows * t.cols); }
   template <typename Facts, typename Run>
   absl::Status Do(Facts facts, Run run) {
@@ -168,6 +197,7 @@ class OpFilter final : public kernels::Backend {
   std::function<bool(int)> wanted_ = [](int) { return true; };
   bool recording_ = false;
   int next_ = 0;
+  std::map<int, Choice> choices_;  // by the op's number
   std::vector<OpFacts> ops_;
 };
 
