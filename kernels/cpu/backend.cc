@@ -131,6 +131,13 @@ absl::StatusOr<void*> Backend::AllocateHost(size_t bytes) {
 }
 void Backend::FreeHost(void* data) { std::free(data); }
 
+absl::Status Backend::MlaQuery(const MlaQueryArgs& args) {
+  absl::Status status = MlaPrepare(args.prepare);
+  if (status.ok())
+    status = Gemm({args.prepare.qkv.Columns(0, args.prepare.q_lora), args.w_q_b, args.absorb.q});
+  return status.ok() ? AbsorbQuery(args.absorb) : status;
+}
+
 absl::StatusOr<std::unique_ptr<Graph>> Backend::Capture(absl::FunctionRef<absl::Status()>) {
   return absl::UnimplementedError(absl::StrCat("the ", name(), " backend does not capture graphs"));
 }

@@ -124,6 +124,7 @@ class CudaBackend final : public Backend {
   absl::Status MlaPrepare(const MlaPrepareArgs& args) override {
     return Do("mla_prepare", cuda::MlaPrepare, args);
   }
+  absl::Status MlaQuery(const MlaQueryArgs& args) override { return Do("mla_query", cuda::MlaQuery, args); }
   absl::Status AbsorbQuery(const AbsorbQueryArgs& args) override {
     return Do("absorb_query", cuda::AbsorbQuery, args);
   }

@@ -6,6 +6,7 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/gemm/skinny.h"
+#include "kernels/cuda/mla_rope.cuh"
 #include "kernels/cuda/ops.h"
 
 namespace kdt::cuda {
@@ -15,53 +16,24 @@ constexpr int kColumns = 64;  // latent columns of a block
 constexpr int kPitch = kColumns + 8;
 constexpr int kMaxNope = 512;
 
-struct QueryParams {
-  const bf16* q;
-  const bf16* w;
-  bf16* out;
-  int64_t q_stride, out_stride;
-  int rows, nope, rope, v, latent;
-  const int32_t* positions;
-  const float* inv_freq;
-  float attention_factor;
-};
-
-// The rope part of one head: rows first_row .. first_row + count - 1.
-__device__ void CarryRope(const QueryParams& p, int head, int first_row, int count) {
-  const int half = p.rope / 2;
-  for (int i = threadIdx.x; i < count * half; i += blockDim.x) {
-    const int row = first_row + i / half, pair = i % half;
-    const bf16* from = p.q + row * p.q_stride + static_cast<int64_t>(head) * (p.nope + p.rope) + p.nope;
-    bf16* to = p.out + row * p.out_stride + static_cast<int64_t>(head) * (p.latent + p.rope) + p.latent;
-    bf16 first = from[2 * pair], second = from[2 * pair + 1];
-    if (p.positions != nullptr) {
-      float sin, cos;
-      sincosf(static_cast<float>(p.positions[row]) * p.inv_freq[pair], &sin, &cos);
-      sin *= p.attention_factor;
-      cos *= p.attention_factor;
-      const float a = ToFloat(first), b = ToFloat(second);
-      first = FromFloat<bf16>(a * cos - b * sin);
-      second = FromFloat<bf16>(b * cos + a * sin);
-    }
-    to[2 * pair] = first;
-    to[2 * pair + 1] = second;
-  }
-  if (p.rope % 2 == 0) return;
-  for (int i = threadIdx.x; i < count; i += blockDim.x) {  // only without a rotation
-    const int row = first_row + i;
-    p.out[row * p.out_stride + static_cast<int64_t>(head + 1) * (p.latent + p.rope) - 1] =
-        p.q[row * p.q_stride + static_cast<int64_t>(head + 1) * (p.nope + p.rope) - 1];
+// The rope part of one head as it is, or rotated.
+__device__ void AnyRope(const AbsorbedQuery& p, int head, int first_row, int count) {
+  if (p.positions != nullptr) return CarryRope(p, head, first_row, count);
+  for (int i = threadIdx.x; i < count * p.rope; i += blockDim.x) {
+    const int64_t row = first_row + i / p.rope, at = i % p.rope;
+    p.out[row * p.out_stride + static_cast<int64_t>(head) * (p.latent + p.rope) + p.latent + at] =
+        p.q[row * p.q_stride + static_cast<int64_t>(head) * (p.nope + p.rope) + p.nope + at];
   }
 }
 
 template <int kTiles>
-__global__ void __launch_bounds__(128) QueryKernel(const __grid_constant__ QueryParams p) {
+__global__ void __launch_bounds__(128) QueryKernel(const __grid_constant__ AbsorbedQuery p) {
   extern __shared__ uint4 shared[];  // [nope][kPitch] bf16
   LaunchDependents();
   const int head = blockIdx.y, first_row = blockIdx.z * 8 * kTiles;
   if (blockIdx.x == gridDim.x - 1) {
     WaitForPrevious();
-    CarryRope(p, head, first_row, min(p.rows - first_row, 8 * kTiles));
+    AnyRope(p, head, first_row, min(p.rows - first_row, 8 * kTiles));
     return;
   }
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
@@ -100,22 +72,9 @@ __global__ void __launch_bounds__(128) QueryKernel(const __grid_constant__ Query
       if (base + 32 < p.nope) in[n] = __ldcg(reinterpret_cast<const uint4*>(x[n] + base + 32));
     }
   }
-  // Neighbours along the outputs swap rows, so that a lane stores two outputs of one row.
-  const bool odd = (g & 1) != 0;
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float mine = acc[n][2 * half + odd];
-      const float other = __shfl_xor_sync(~0u, acc[n][2 * half + !odd], 4);
-      const int out_row = first_row + 8 * n + 2 * t + odd;
-      const int column = blockIdx.x * kColumns + warp * 16 + 8 * half + (g & ~1);
-      if (out_row >= p.rows) continue;
-      bf16* to = p.out + out_row * p.out_stride + static_cast<int64_t>(head) * (p.latent + p.rope) + column;
-      const uint32_t pair = odd ? PackBf16(other, mine) : PackBf16(mine, other);
-      *reinterpret_cast<uint32_t*>(to) = pair;
-    }
-  }
+  for (int n = 0; n < kTiles; ++n)
+    StoreAbsorbed(p, acc[n], head, first_row + 8 * n, blockIdx.x * kColumns + warp * 16, lane);
 }
 
 // Any shape: a warp an output and row. `w` moves by `input_step` from input to input.
@@ -135,10 +94,10 @@ __global__ void __launch_bounds__(256)
   if (lane == 0) out[blockIdx.z * out_stride + blockIdx.y * out_head + column] = FromFloat<bf16>(sum);
 }
 
-__global__ void __launch_bounds__(128) RopeKernel(const __grid_constant__ QueryParams p) {
+__global__ void __launch_bounds__(128) RopeKernel(const __grid_constant__ AbsorbedQuery p) {
   LaunchDependents();
   WaitForPrevious();
-  CarryRope(p, blockIdx.y, blockIdx.z, 1);
+  AnyRope(p, blockIdx.y, blockIdx.z, 1);
 }
 
 }  // namespace
@@ -147,21 +106,11 @@ cudaError_t AbsorbQuery(const Launch& launch, const kernels::AbsorbQueryArgs& ar
   if (args.q.rows == 0 || args.heads == 0) return cudaSuccess;
   if (args.q.dtype != kernels::DType::kBF16 || args.out.dtype != kernels::DType::kBF16)
     return cudaErrorInvalidValue;
-  if (args.positions != nullptr && args.rope % 2 != 0) return cudaErrorInvalidValue;
-  QueryParams p;
-  p.q = Data<bf16>(args.q);
-  p.w = reinterpret_cast<const bf16*>(args.w_kv_b);
-  p.out = Data<bf16>(args.out);
-  p.q_stride = args.q.stride;
-  p.out_stride = args.out.stride;
-  p.rows = static_cast<int>(args.q.rows);
-  p.nope = static_cast<int>(args.nope);
-  p.rope = static_cast<int>(args.rope);
-  p.v = static_cast<int>(args.v);
-  p.latent = static_cast<int>(args.latent);
-  p.positions = args.positions;
-  p.inv_freq = args.inv_freq;
-  p.attention_factor = args.attention_factor;
+  // A pair is rotated as one word.
+  if (args.positions != nullptr &&
+      (args.rope | args.nope | args.latent | args.q.stride | args.out.stride) % 2 != 0)
+    return cudaErrorInvalidValue;
+  const AbsorbedQuery p = MakeAbsorbedQuery(args);
   const int heads = static_cast<int>(args.heads);
   const bool fits = p.nope % 32 == 0 && p.nope <= kMaxNope && p.latent % kColumns == 0 && p.rope % 8 == 0 &&
                     p.q_stride % 8 == 0 && p.out_stride % 2 == 0 && Aligned16(p.q) && Aligned16(p.w) &&

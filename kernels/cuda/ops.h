@@ -15,6 +15,7 @@
 #include "kdt/kernels/logits.h"
 #include "kdt/kernels/mla_absorb.h"
 #include "kdt/kernels/mla_prepare.h"
+#include "kdt/kernels/mla_query.h"
 #include "kdt/kernels/moe.h"
 #include "kdt/kernels/rms_norm.h"
 #include "kdt/kernels/rope.h"
@@ -45,6 +46,7 @@ cudaError_t Rope(const Launch& launch, const kernels::RopeArgs& args);
 cudaError_t Gemm(const Launch& launch, const kernels::GemmArgs& args);
 cudaError_t SiluMul(const Launch& launch, const kernels::SiluMulArgs& args);
 cudaError_t MlaPrepare(const Launch& launch, const kernels::MlaPrepareArgs& args);
+cudaError_t MlaQuery(const Launch& launch, const kernels::MlaQueryArgs& args);
 cudaError_t AbsorbQuery(const Launch& launch, const kernels::AbsorbQueryArgs& args);
 cudaError_t AbsorbValue(const Launch& launch, const kernels::AbsorbValueArgs& args);
 cudaError_t KvWrite(const Launch& launch, const kernels::KvWriteArgs& args);
@@ -57,7 +59,8 @@ cudaError_t DraftPrepare(const Launch& launch, const kernels::DraftPrepareArgs& 
 cudaError_t DraftAttention(const Launch& launch, const kernels::DraftAttentionArgs& args);
 cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args);
 cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args);
-// In place and once, when the weights have come: the order Moe reads them in (moe/int4.cuh). Uses the workspace.
+// In place and once, when the weights have come: the order Moe reads them in (moe/int4.cuh). Uses the
+// workspace.
 cudaError_t OrderExperts(const Launch& launch, const kernels::Int4Experts& weights);
 cudaError_t LogitsTopK(const Launch& launch, const kernels::LogitsTopKArgs& args);
 cudaError_t ScaleRows(const Launch& launch, const kernels::ScaleRowsArgs& args);

@@ -123,16 +123,14 @@ absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTime
   const Tensor normed = MakeTensor(normed_.data(), dtype, n, config_->hidden_size);
   const Tensor qkv_a = MakeTensor(qkv_a_.data(), dtype, n, q_lora + latent + rope);
   KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.qkv_a, qkv_a}));
-  const Tensor q_latent = qkv_a.Columns(0, q_lora);
-  KDT_RETURN_IF_ERROR(backend_->MlaPrepare({qkv_a, q_lora, latent, rope, layer.q_a_norm, layer.kv_a_norm,
-                                            kLatentNormEps, rows.positions, weights_->rope_inv_freq,
-                                            rope_factor_, rows.slots, kv_->Layer(l)}));
-
   const Tensor q = MakeTensor(q_.data(), dtype, n, heads_ * (nope + rope));
-  KDT_RETURN_IF_ERROR(backend_->Gemm({q_latent, layer.q_b, q}));
   const Tensor absorbed = MakeTensor(absorbed_.data(), dtype, n, heads_ * (latent + rope));
-  KDT_RETURN_IF_ERROR(backend_->AbsorbQuery({q, layer.kv_b, heads_, nope, rope, v, latent, absorbed,
-                                             rows.positions, weights_->rope_inv_freq, rope_factor_}));
+  KDT_RETURN_IF_ERROR(
+      backend_->MlaQuery({{qkv_a, q_lora, latent, rope, layer.q_a_norm, layer.kv_a_norm, kLatentNormEps,
+                           rows.positions, weights_->rope_inv_freq, rope_factor_, rows.slots, kv_->Layer(l)},
+                          layer.q_b,
+                          {q, layer.kv_b, heads_, nope, rope, v, latent, absorbed, rows.positions,
+                           weights_->rope_inv_freq, rope_factor_}}));
 
   const Tensor attended = MakeTensor(attended_.data(), dtype, n, heads_ * latent);
   const kernels::VerifyAttentionArgs keys = {absorbed,

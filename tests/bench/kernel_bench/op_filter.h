@@ -80,6 +80,17 @@ class OpFilter final : public kernels::Backend {
   absl::Status MlaPrepare(const kernels::MlaPrepareArgs& args) override {
     return Do([&] { return OpFacts{"mla_prepare"}; }, [&] { return base_.MlaPrepare(args); });
   }
+  absl::Status MlaQuery(const kernels::MlaQueryArgs& args) override {
+    return Do(
+        [&] {
+          const kernels::AbsorbQueryArgs& absorb = args.absorb;
+          return OpFacts{"mla_query",
+                         2.0 * (Elements(args.w_q_b) + absorb.heads * absorb.nope * absorb.latent),
+                         2.0 * static_cast<double>(absorb.q.rows) *
+                             (Elements(args.w_q_b) + absorb.heads * absorb.nope * absorb.latent)};
+        },
+        [&] { return base_.MlaQuery(args); });
+  }
   absl::Status AbsorbQuery(const kernels::AbsorbQueryArgs& args) override {
     return Do(
         [&] {

@@ -97,6 +97,7 @@ class PartBackend final : public kernels::Backend {
   KDT_PART_OP(Gemm, Part::kGemm)
   KDT_PART_OP(SiluMul, Part::kSmall)
   KDT_PART_OP(AbsorbQuery, Part::kAbsorb)
+  KDT_PART_OP(MlaQuery, Part::kAbsorb)
   KDT_PART_OP(AbsorbValue, Part::kAbsorb)
   KDT_PART_OP(KvWrite, Part::kSmall)
   KDT_PART_OP(KvMove, Part::kSmall)

@@ -117,5 +117,39 @@ TEST_CASE("absorbed query rotates to the bits of rope before it", "[mla_absorb][
   CHECK(fused.GapsUntouched());
 }
 
+TEST_CASE("mla_query gives the bits of mla_prepare, gemm and absorb_query", "[mla_query]") {
+  constexpr int64_t kRows = 5, kHeads = 3, kQLora = 48, kLatentWidth = 40, kNopeWidth = 16, kRopeWidth = 10,
+                    kV = 8;
+  std::mt19937 rng(17);
+  Matrix qkv(kRows, kQLora + kLatentWidth + kRopeWidth), pool(8, kLatentWidth + kRopeWidth);
+  Matrix q(kRows, kHeads * (kNopeWidth + kRopeWidth)), out(kRows, kHeads * (kLatentWidth + kRopeWidth));
+  qkv.Fill(rng);
+  pool.Fill(rng);
+  Bf16Matrix q_norm(1, kQLora), kv_norm(1, kLatentWidth), w_q_b(kHeads * (kNopeWidth + kRopeWidth), kQLora),
+      w_kv_b(kHeads * (kNopeWidth + kV), kLatentWidth);
+  for (Bf16Matrix* m : {&q_norm, &kv_norm, &w_q_b, &w_kv_b}) m->Fill(rng);
+  float inv_freq[kRopeWidth / 2];
+  for (int i = 0; i < kRopeWidth / 2; ++i)
+    inv_freq[i] = std::pow(10000.0f, -2.0f * static_cast<float>(i) / kRopeWidth);
+  const int32_t positions[kRows] = {0, 3, 70000, 12, 5}, slots[kRows] = {7, 2, -1, 0, 4};
+  const auto backend = MakeBackend(2);
+
+  Matrix steps_qkv = qkv, steps_pool = pool, steps_q = q, steps_out = out;
+  const auto args = [&](Matrix& from, Matrix& keys, Matrix& between, Matrix& to) {
+    return MlaQueryArgs{{from.tensor(), kQLora, kLatentWidth, kRopeWidth, q_norm.bits.data(),
+                         kv_norm.bits.data(), 1e-6f, positions, inv_freq, 1.25f, slots, keys.tensor()},
+                        w_q_b.tensor(),
+                        {between.tensor(), w_kv_b.bits.data(), kHeads, kNopeWidth, kRopeWidth, kV,
+                         kLatentWidth, to.tensor(), positions, inv_freq, 1.25f}};
+  };
+  const MlaQueryArgs steps = args(steps_qkv, steps_pool, steps_q, steps_out);
+  REQUIRE(backend->MlaPrepare(steps.prepare).ok());
+  REQUIRE(backend->Gemm({steps.prepare.qkv.Columns(0, kQLora), steps.w_q_b, steps.absorb.q}).ok());
+  REQUIRE(backend->AbsorbQuery(steps.absorb).ok());
+  REQUIRE(backend->MlaQuery(args(qkv, pool, q, out)).ok());
+  CHECK(SameBits(out, steps_out));
+  CHECK(SameBits(pool, steps_pool));
+}
+
 }  // namespace
 }  // namespace kdt::kernels::test

@@ -28,6 +28,7 @@
 #include "kdt/kernels/logits.h"
 #include "kdt/kernels/mla_absorb.h"
 #include "kdt/kernels/mla_prepare.h"
+#include "kdt/kernels/mla_query.h"
 #include "kdt/kernels/moe.h"
 #include "kdt/kernels/rms_norm.h"
 #include "kdt/kernels/rope.h"
@@ -131,6 +132,8 @@ class Backend {
   virtual absl::Status SiluMul(const SiluMulArgs& args) = 0;
   virtual absl::Status MlaPrepare(const MlaPrepareArgs& args) = 0;
   virtual absl::Status AbsorbQuery(const AbsorbQueryArgs& args) = 0;
+  // Here: the three ops it consists of.
+  virtual absl::Status MlaQuery(const MlaQueryArgs& args);
   virtual absl::Status AbsorbValue(const AbsorbValueArgs& args) = 0;
   virtual absl::Status KvWrite(const KvWriteArgs& args) = 0;
   virtual absl::Status KvMove(const KvMoveArgs& args) = 0;

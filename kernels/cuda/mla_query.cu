@@ -1,0 +1,298 @@
+// mla_prepare, q_b and the absorbed query in one launch, for rows so few that each of them is all latency.
+//
+// A block takes 16 outputs of q_b and holds their weights in registers, an eighth of the inputs a warp,
+// before it waits for the kernel in front. Its warps read whole rows of the q latent between them, so the
+// norm costs a sum over the warps. Then it is one of its head's blocks for the second product: 64 columns of
+// the latent, or the rope part. It needs all of its head's q, from the other blocks of the head, which count
+// up when they have stored theirs. Blocks behind these write the keys.
+//
+// Nobody relies on how many blocks are resident at once (ranks may share a GPU): a block that has looked for
+// the others long enough makes their outputs itself, the same bits to the same places.
+#include <algorithm>
+
+#include "kernels/cuda/common/chunk.cuh"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/mla_rope.cuh"
+#include "kernels/cuda/ops.h"
+
+namespace kdt::cuda {
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kMaxSteps = 6;   // of 32 inputs a warp
+constexpr int kOuts = 16;      // of a block in the first product
+constexpr int kColumns = 64;   // of a block in the second
+constexpr int kMaxNope = 128;  // its inputs
+constexpr int kPitch = kColumns + 8;
+constexpr int kSumPitch = kOuts + 4;
+constexpr int kMaxRows = 64;
+constexpr int kMaxKeyBlocks = 32;
+constexpr int kLooks = 256;  // most of a microsecond each
+
+struct Params {
+  kernels::MlaPrepareArgs prepare;
+  AbsorbedQuery absorb;
+  const bf16* w;  // [heads * (nope + rope), inputs], rows w_stride apart
+  int64_t w_stride;
+  int heads, tiles, steps;  // tiles of kOuts outputs a head, steps of 32 inputs a warp
+  unsigned* done;           // [heads + 1]: stored tiles of each head; blocks that have seen all of theirs
+};
+
+struct Shared {
+  uint4 absorb[kMaxNope * kPitch / 8];
+  uint4 norm[kWarps * kMaxSteps * 4];
+  float squares[kWarps][16];
+  float sums[kWarps][16][kSumPitch];
+  bool alone;
+};
+
+__device__ __forceinline__ unsigned LoadAcquire(const unsigned* from) {
+  unsigned v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
+// The key of one row: kv norm and rope, as MlaPrepare.
+__device__ __forceinline__ void WriteKey(const kernels::MlaPrepareArgs& p, int row, float* shared) {
+  const int64_t slot = p.slots[row];
+  const bf16* const from = static_cast<const bf16*>(p.qkv.data) + row * p.qkv.stride + p.q_lora;
+  bf16* const to = static_cast<bf16*>(p.pool.data) + slot * p.pool.stride;
+  const int chunks = static_cast<int>(p.latent / 8), chunk = threadIdx.x;
+  float v[8] = {};
+  if (chunk < chunks) Load8(v, from + chunk * 8);
+  const float sum = BlockSum(Squares8(v), shared);
+  if (slot < 0) return;
+  if (chunk < chunks) {
+    Scale8<bf16>(v, rsqrtf(sum / static_cast<float>(p.latent) + p.eps),
+                 reinterpret_cast<const uint4*>(p.kv_norm)[chunk]);
+    Store8(to + chunk * 8, v);
+  }
+  const int pair = static_cast<int>(threadIdx.x) - (kThreads - static_cast<int>(p.rope / 2));
+  if (pair >= 0)
+    RotatePair(from + p.latent, to + p.latent, pair, p.positions[row], p.inv_freq, p.attention_factor);
+}
+
+__device__ __forceinline__ void LoadWeights(uint4 (&w)[2 * kMaxSteps], const Params& p, int first_out,
+                                            int warp, int lane) {
+  const bf16* from = p.w + (first_out + (lane >> 2)) * p.w_stride + warp * p.steps * 32 + 8 * (lane & 3);
+#pragma unroll
+  for (int s = 0; s < kMaxSteps; ++s) {
+    if (s >= p.steps) break;
+    w[2 * s] = __ldg(reinterpret_cast<const uint4*>(from + s * 32));
+    w[2 * s + 1] = __ldg(reinterpret_cast<const uint4*>(from + s * 32 + 8 * p.w_stride));
+  }
+}
+
+__device__ __forceinline__ uint32_t NormedPair(uint32_t x, float factor, uint32_t weight) {
+  const uint32_t scaled = PackBf16(LowBf16(x) * factor, HighBf16(x) * factor);
+  return PackBf16(LowBf16(weight) * LowBf16(scaled), HighBf16(weight) * HighBf16(scaled));
+}
+
+// q of all rows at kOuts outputs from first_out on.
+template <int kTiles>
+__device__ __forceinline__ void MakeQ(const Params& p, Shared& shared, const uint4 (&w)[2 * kMaxSteps],
+                                      int first_out, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3, rows = p.absorb.rows;
+  const bf16* const x = static_cast<const bf16*>(p.prepare.qkv.data) + warp * p.steps * 32 + 8 * t;
+  const uint4* const norm = shared.norm + warp * p.steps * 4 + t;
+#pragma unroll 1
+  for (int first_row = 0; first_row < rows; first_row += 8 * kTiles) {
+    uint4 in[kTiles][kMaxSteps];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const bf16* from = x + min(first_row + 8 * n + g, rows - 1) * p.prepare.qkv.stride;
+#pragma unroll
+      for (int s = 0; s < kMaxSteps; ++s)
+        if (s < p.steps) in[n][s] = __ldcg(reinterpret_cast<const uint4*>(from + s * 32));
+    }
+    float factor[kTiles], acc[kTiles][4] = {};
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int s = 0; s < kMaxSteps; ++s) {
+        if (s >= p.steps) break;
+        float v[8];
+        Unpack8(v, in[n][s]);
+        squares += Squares8(v);
+      }
+      squares += __shfl_xor_sync(~0u, squares, 1);
+      squares += __shfl_xor_sync(~0u, squares, 2);
+      if (t == 0) shared.squares[warp][8 * n + g] = squares;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kWarps; ++k) sum += shared.squares[k][8 * n + g];
+      factor[n] = rsqrtf(sum / static_cast<float>(p.prepare.q_lora) + p.prepare.eps);
+    }
+#pragma unroll
+    for (int s = 0; s < kMaxSteps; ++s) {
+      if (s >= p.steps) break;
+      const uint4 &low = w[2 * s], &high = w[2 * s + 1];  // outputs g and g + 8
+      const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+      const uint4 weight = norm[s * 4];
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        MmaBf16(acc[n], first, NormedPair(in[n][s].x, factor[n], weight.x),
+                NormedPair(in[n][s].y, factor[n], weight.y));
+        MmaBf16(acc[n], second, NormedPair(in[n][s].z, factor[n], weight.z),
+                NormedPair(in[n][s].w, factor[n], weight.w));
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) shared.sums[warp][8 * n + 2 * t + (c & 1)][8 * (c >> 1) + g] = acc[n][c];
+    }
+    __syncthreads();
+    const int row = threadIdx.x / (kOuts / 2), out = threadIdx.x % (kOuts / 2) * 2;
+    if (row >= 8 * kTiles || first_row + row >= rows) continue;
+    float2 sum = {0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) {
+      const float2 v = *reinterpret_cast<const float2*>(&shared.sums[k][row][out]);
+      sum.x += v.x, sum.y += v.y;
+    }
+    *reinterpret_cast<uint32_t*>(p.absorb.q + (first_row + row) * p.absorb.q_stride + first_out + out) =
+        PackBf16(sum.x, sum.y);
+  }
+}
+
+// kColumns columns from first_column on of the absorbed query of all rows.
+__device__ __forceinline__ void Absorb(const AbsorbedQuery& p, const Shared& shared, int head,
+                                       int first_column, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  // As in mla_absorb.cu: a lane's inputs are the 16 bytes it reads of q.
+  const int line = 8 * ((lane & 7) >> 1) + (lane & 1) + 2 * (lane >> 4);
+  const uint32_t from =
+      SharedAddress(shared.absorb) + (line * kPitch + (warp & 3) * 16 + 8 * (lane >> 3 & 1)) * 2;
+#pragma unroll 1
+  for (int first_row = 8 * (warp >> 2); first_row < p.rows; first_row += 16) {
+    const bf16* x = p.q + min(first_row + g, p.rows - 1) * p.q_stride +
+                    static_cast<int64_t>(head) * (p.nope + p.rope) + 8 * t;
+    uint4 in[kMaxNope / 32];
+#pragma unroll
+    for (int k = 0; k < kMaxNope / 32; ++k)
+      if (k * 32 < p.nope) in[k] = __ldcg(reinterpret_cast<const uint4*>(x + k * 32));
+    float acc[4] = {};
+#pragma unroll
+    for (int k = 0; k < kMaxNope / 32; ++k) {
+      if (k * 32 >= p.nope) break;
+      uint32_t first[4], second[4];
+      LoadMatrix4Transposed(first, from + k * 32 * kPitch * 2);
+      LoadMatrix4Transposed(second, from + (k * 32 + 4) * kPitch * 2);
+      MmaBf16(acc, first, in[k].x, in[k].y);
+      MmaBf16(acc, second, in[k].z, in[k].w);
+    }
+    StoreAbsorbed(p, acc, head, first_row, first_column + (warp & 3) * 16, lane);
+  }
+}
+
+template <int kTiles>
+__global__ void __launch_bounds__(kThreads, 2) MlaQueryKernel(const __grid_constant__ Params p) {
+  __shared__ Shared shared;
+  LaunchDependents();
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int blocks = p.heads * p.tiles, rows = p.absorb.rows;
+  if (static_cast<int>(blockIdx.x) >= blocks) {
+    WaitForPrevious();
+    for (int row = blockIdx.x - blocks; row < rows; row += gridDim.x - blocks)
+      WriteKey(p.prepare, row, &shared.squares[0][0]);
+    return;
+  }
+  const int head = blockIdx.x / p.tiles, tile = blockIdx.x - head * p.tiles;
+  const int column_tiles = p.absorb.latent / kColumns;
+  uint4 w[2 * kMaxSteps];
+  LoadWeights(w, p, blockIdx.x * kOuts, warp, lane);
+  for (int i = threadIdx.x; i < kWarps * p.steps * 4; i += kThreads)
+    CopyAsync16(SharedAddress(shared.norm + i), p.prepare.q_norm + i * 8);
+  if (tile < column_tiles) {
+    const bf16* from = p.absorb.w +
+                       static_cast<int64_t>(head) * (p.absorb.nope + p.absorb.v) * p.absorb.latent +
+                       tile * kColumns;
+    for (int i = threadIdx.x; i < p.absorb.nope * (kColumns / 8); i += kThreads) {
+      const int row = i / (kColumns / 8), chunk = i % (kColumns / 8);
+      CopyAsync16(SharedAddress(shared.absorb) + (row * kPitch + chunk * 8) * 2,
+                  from + static_cast<int64_t>(row) * p.absorb.latent + chunk * 8);
+    }
+  }
+  WaitForPrevious();
+  asm volatile("cp.async.wait_all;" ::: "memory");  // seen by all behind MakeQ's first barrier
+  MakeQ<kTiles>(p, shared, w, blockIdx.x * kOuts, warp, lane);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(p.done + head, 1u);
+  }
+  if (tile <= column_tiles) {
+    if (threadIdx.x == 0) {
+      int looks = 0;
+      while (LoadAcquire(p.done + head) < static_cast<unsigned>(p.tiles) && ++looks < kLooks) {
+      }
+      shared.alone = looks == kLooks;
+    }
+    __syncthreads();
+    if (shared.alone) {
+#pragma unroll 1
+      for (int other = head * p.tiles; other < (head + 1) * p.tiles; ++other) {
+        LoadWeights(w, p, other * kOuts, warp, lane);
+        MakeQ<kTiles>(p, shared, w, other * kOuts, warp, lane);
+        __syncthreads();
+      }
+    }
+  }
+  if (threadIdx.x == 0 && atomicAdd(p.done + p.heads, 1u) == static_cast<unsigned>(blocks) - 1) {
+    for (int i = 0; i <= p.heads; ++i) p.done[i] = 0;  // nobody looks any more
+  }
+  if (tile < column_tiles) {
+    Absorb(p.absorb, shared, head, tile * kColumns, warp, lane);
+  } else if (tile == column_tiles) {
+    CarryRope(p.absorb, head, 0, rows);
+  }
+}
+
+}  // namespace
+
+cudaError_t MlaQuery(const Launch& launch, const kernels::MlaQueryArgs& args) {
+  const kernels::MlaPrepareArgs& prepare = args.prepare;
+  const kernels::AbsorbQueryArgs& absorb = args.absorb;
+  const auto aligned = [](const void* data, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
+  };
+  Params p;
+  p.prepare = prepare;
+  p.absorb = MakeAbsorbedQuery(absorb);
+  p.w = Data<bf16>(args.w_q_b);
+  p.w_stride = args.w_q_b.stride;
+  p.heads = static_cast<int>(absorb.heads);
+  p.tiles = static_cast<int>((absorb.nope + absorb.rope) / kOuts);
+  p.steps = static_cast<int>(prepare.q_lora / (32 * kWarps));
+  p.done = launch.counters;
+  const bool fits =
+      prepare.qkv.rows > 0 && prepare.qkv.rows <= kMaxRows && p.heads > 0 && p.heads < kCounters &&
+      prepare.qkv.dtype == kernels::DType::kBF16 && prepare.pool.dtype == kernels::DType::kBF16 &&
+      absorb.q.dtype == kernels::DType::kBF16 && absorb.out.dtype == kernels::DType::kBF16 &&
+      args.w_q_b.dtype == kernels::DType::kBF16 && prepare.q_lora % (32 * kWarps) == 0 &&
+      p.steps <= kMaxSteps && prepare.q_lora == args.w_q_b.cols && prepare.latent % 8 == 0 &&
+      prepare.latent / 8 <= kThreads && prepare.rope % 2 == 0 && prepare.rope / 2 <= kThreads &&
+      absorb.positions != nullptr && (absorb.nope + absorb.rope) % kOuts == 0 && absorb.nope % 32 == 0 &&
+      absorb.nope <= kMaxNope && absorb.rope % 8 == 0 && absorb.latent % kColumns == 0 &&
+      absorb.latent / kColumns < p.tiles && aligned(prepare.qkv.data, prepare.qkv.stride) &&
+      aligned(prepare.pool.data, prepare.pool.stride) && aligned(prepare.q_norm, 0) &&
+      aligned(prepare.kv_norm, 0) && aligned(p.w, p.w_stride) && aligned(absorb.w_kv_b, 0) &&
+      aligned(absorb.q.data, absorb.q.stride) && aligned(absorb.out.data, absorb.out.stride);
+  if (!fits) {
+    cudaError_t error = MlaPrepare(launch, prepare);
+    if (error == cudaSuccess)
+      error = Gemm(launch, {prepare.qkv.Columns(0, prepare.q_lora), args.w_q_b, absorb.q});
+    return error == cudaSuccess ? AbsorbQuery(launch, absorb) : error;
+  }
+  const int rows = p.absorb.rows;
+  const dim3 grid(p.heads * p.tiles + std::min(rows, kMaxKeyBlocks));
+  return LaunchAfter(launch, rows <= 8 ? MlaQueryKernel<1> : MlaQueryKernel<2>, grid, dim3(kThreads), 0, p);
+}
+
+}  // namespace kdt::cuda
