@@ -20,6 +20,7 @@ constexpr struct {
                     {"MoeKernel", "moe"},
                     {"StreamKernel", "gemm_stream"},
                     {"TileKernel", "gemm_tile"},
+                    {"MlaQueryKernel", "mla_query"},
                     {"PlainKernel", "gemm_plain"},
                     {"DraftKernel", "draft_attention"}};
 constexpr size_t kCount = std::size(kMainKernels);
