@@ -75,7 +75,12 @@ void Choose(const RouterArgs& args, const float* scores, float* biased, int32_t*
 void Router(Context& context, const RouterArgs& args) {
   KDT_CHECK(args.x.dtype == DType::kF32 && args.w.cols == args.x.cols);
   KDT_CHECK(args.top_k >= 1 && args.top_k <= kMaxExpertsPerToken && args.top_k <= args.w.rows);
-  if (args.beside_w.rows > 0) Gemm(context, {args.x, args.beside_w, args.beside_y});
+  if (args.shared_gate_up.rows > 0) {
+    Gemm(context, {args.x, args.shared_gate_up, args.shared_inner});
+    GemmArgs down{args.shared_inner, args.shared_down, args.shared_y};
+    down.gated = true;
+    Gemm(context, down);
+  }
   const int64_t experts = args.w.rows, inputs = args.x.cols;
   const auto score = HWY_DYNAMIC_DISPATCH(RouterScores);
   const int64_t packed_size = HWY_DYNAMIC_DISPATCH(RouterScratch)(inputs);

@@ -16,12 +16,19 @@ constexpr int kTileOuts = 32;  // of a block
 constexpr int kMaxSplits = 8;
 constexpr int kGatedRows = 16;  // more: the activation is made once, not in every block
 
-struct ChooseAll {
+// Blocks beside a product that choose the experts of rows.
+struct ChooseRows {
+  static constexpr int kRows = 2;  // of a block, a warp each
   ChoiceParams p;
-  __device__ void operator()() const {
-#pragma unroll 1
-    for (int row = threadIdx.x >> 5; row < p.rows; row += blockDim.x >> 5)
+  __device__ void operator()(int block) const {
+    WaitForPrevious();
+    const int row = block * kRows + static_cast<int>(threadIdx.x >> 5);
+    if (threadIdx.x >= 32 * kRows || row >= p.rows) return;
+    if (p.experts <= kFewExperts) {
+      ChooseRow<kFewExperts / 32>(p, row);
+    } else {
       ChooseRow<kChoiceExperts / 32>(p, row);
+    }
   }
 };
 
@@ -52,22 +59,26 @@ int Splits(int tiles, int pieces, int slots) {
   return best;
 }
 
-template <typename S, int kBlocks, typename More>
-cudaError_t Run(const Launch& launch, const StreamParams& p, int heads, const More& more) {
+template <typename S, int kBlocks, typename Others>
+cudaError_t Run(const Launch& launch, StreamParams p, int heads, const Others& others) {
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
-  const dim3 grid(Blocks(p.rows, S::kRows), tiles * p.splits, heads);
+  const int row_blocks = Blocks(p.rows, S::kRows);
+  if constexpr (!std::is_same_v<Others, NoOthers>)
+    p.others = Blocks(others.p.rows, Others::kRows * row_blocks);
+  const dim3 grid(row_blocks, p.others + tiles * p.splits, heads);
   if (static_cast<int64_t>(grid.x) * grid.y * grid.z >= kCounters) return cudaErrorInvalidValue;
-  return LaunchAfter(launch, StreamKernel<S, kBlocks, More>, grid, dim3(S::kThreads), S::kShared, p, more);
+  return LaunchAfter(launch, StreamKernel<S, kBlocks, Others>, grid, dim3(S::kThreads), S::kShared, p,
+                     others);
 }
 
 // kTileOuts outputs a block, whatever the rows.
-template <int kTiles, bool kGated, typename More>
-cudaError_t ForRows(const Launch& launch, const StreamParams& p, int heads, const More& more) {
+template <int kTiles, bool kGated, typename Others>
+cudaError_t ForRows(const Launch& launch, const StreamParams& p, int heads, const Others& others) {
   constexpr int kInput = kTiles * (kGated ? 2 : 1);
   constexpr int kDepth = kInput == 1 ? 4 : kInput <= 4 ? 3 : 2;
   constexpr int kRounds = kInput == 2 ? 5 : kInput <= 4 ? 3 : 2;
   using S = StreamShape<4, 1, kTileOuts / 16, kTiles, kDepth, kRounds, kGated>;
-  return Run<S, 2>(launch, p, heads, more);
+  return Run<S, 2>(launch, p, heads, others);
 }
 
 StreamPart Part(const bf16* w, int64_t outs, int64_t w_stride, const kernels::Tensor& y, int64_t y_head) {
@@ -82,9 +93,9 @@ StreamPart Part(const bf16* w, int64_t outs, int64_t w_stride, const kernels::Te
   return part;
 }
 
-template <typename More>
-cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const More& more) {
-  StreamParams p;
+template <typename Others>
+cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const Others& others) {
+  StreamParams p{};
   p.x = Data<bf16>(gemm.x);
   p.x_stride = gemm.x.stride;
   p.x_head = gemm.x_head;
@@ -96,6 +107,7 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const More& mor
   p.accumulate = gemm.accumulate;
   p.part[0] = Part(gemm.w, gemm.outs, gemm.w_stride, gemm.y, gemm.y_head);
   p.part[1] = Part(Data<bf16>(gemm.beside), gemm.beside.rows, gemm.beside.stride, gemm.beside_y, 0);
+  p.part[1].gated = gemm.beside_gated;
   const int64_t outs = (gemm.outs + 3) / 4 * 4 + (gemm.beside.rows + 3) / 4 * 4;
   const int heads = static_cast<int>(gemm.heads);
   const int tiles = heads * (Blocks(gemm.outs, kTileOuts) + Blocks(gemm.beside.rows, kTileOuts));
@@ -106,15 +118,15 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const More& mor
       static_cast<size_t>(p.splits * gemm.heads * p.rows * outs) * sizeof(float) > launch.workspace_bytes) {
     return cudaErrorInvalidValue;
   }
-  if constexpr (std::is_same_v<More, NothingMore>) {
+  if constexpr (std::is_same_v<Others, NoOthers>) {
     if (gemm.gated) {
-      if (p.rows <= 8) return ForRows<1, true>(launch, p, heads, more);
-      return p.rows <= kGatedRows ? ForRows<2, true>(launch, p, heads, more) : cudaErrorInvalidValue;
+      if (p.rows <= 8) return ForRows<1, true>(launch, p, heads, others);
+      return p.rows <= kGatedRows ? ForRows<2, true>(launch, p, heads, others) : cudaErrorInvalidValue;
     }
-    if (p.rows > 16) return ForRows<4, false>(launch, p, heads, more);
-    if (p.rows > 8) return ForRows<2, false>(launch, p, heads, more);
   }
-  return p.rows <= 8 ? ForRows<1, false>(launch, p, heads, more) : cudaErrorInvalidValue;
+  if (p.rows > 16) return ForRows<4, false>(launch, p, heads, others);
+  return p.rows > 8 ? ForRows<2, false>(launch, p, heads, others)
+                    : ForRows<1, false>(launch, p, heads, others);
 }
 
 // Any shape: a warp an output and row.
@@ -192,11 +204,11 @@ bool Fits(const SkinnyGemm& gemm) {
 }
 
 cudaError_t RunSkinny(const Launch& launch, const SkinnyGemm& gemm) {
-  return Skinny(launch, gemm, NothingMore{});
+  return Skinny(launch, gemm, NoOthers{});
 }
 
 cudaError_t RunSkinnyAndChoose(const Launch& launch, const SkinnyGemm& gemm, const ChoiceParams& choice) {
-  return Skinny(launch, gemm, ChooseAll{choice});
+  return Skinny(launch, gemm, ChooseRows{choice});
 }
 
 cudaError_t Gemm(const Launch& launch, const kernels::GemmArgs& args) {

@@ -1,5 +1,7 @@
-// Scores by the streaming gemm, whose last block chooses the experts of a few rows, a warp a row. More rows,
-// float32 weights and unusual shapes have a launch of their own for the choice.
+// Two launches: scores and the shared experts' gate and up with their activation, which read the same rows;
+// then the shared experts' down product, and beside it, in blocks of its own, the choice of the experts.
+// Without shared experts the choice is a launch by itself. Many rows, float32 weights and unusual shapes go
+// one after the other.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/gemm/choose.cuh"
@@ -9,9 +11,8 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int kChooseRows = 2;     // of a block of ChooseKernel
-constexpr int kMaxRouted = 1024;   // in a warp's registers
-constexpr int kMaxRowsAtOnce = 4;  // chosen by the last block, a warp each
+constexpr int kChooseRows = 2;    // of a block of ChooseKernel
+constexpr int kMaxRouted = 1024;  // in a warp's registers
 
 template <typename T>
 __global__ void ScoreKernel(const T* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t inputs,
@@ -35,12 +36,42 @@ __global__ void __launch_bounds__(32 * kChooseRows) ChooseKernel(const __grid_co
   if (row < p.rows) ChooseRow<kPerLane>(p, row);
 }
 
+// Scores and, in the columns of one half of shared_inner, what goes into the shared experts' down product.
+SkinnyGemm Scores(const kernels::RouterArgs& args, const kernels::GemmArgs& scores) {
+  SkinnyGemm gemm;
+  gemm.x = scores.x;
+  gemm.w = Data<bf16>(scores.w);
+  gemm.outs = scores.w.rows;
+  gemm.w_stride = scores.w.stride;
+  gemm.y = scores.y;
+  gemm.beside = args.shared_gate_up;
+  gemm.beside_y = args.shared_inner;
+  gemm.beside_gated = true;
+  return gemm;
+}
+SkinnyGemm SharedDown(const kernels::RouterArgs& args) {
+  SkinnyGemm gemm;
+  gemm.x = args.shared_inner.Columns(0, args.shared_down.cols);
+  gemm.w = Data<bf16>(args.shared_down);
+  gemm.outs = args.shared_down.rows;
+  gemm.w_stride = args.shared_down.stride;
+  gemm.y = args.shared_y;
+  return gemm;
+}
+
+cudaError_t Shared(const Launch& launch, const kernels::RouterArgs& args) {
+  const cudaError_t error = Gemm(launch, {args.x, args.shared_gate_up, args.shared_inner});
+  if (error != cudaSuccess) return error;
+  kernels::GemmArgs down{args.shared_inner, args.shared_down, args.shared_y};
+  down.gated = true;
+  return Gemm(launch, down);
+}
+
 }  // namespace
 
 cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
   const int64_t rows = args.x.rows, experts = args.w.rows;
   if (rows == 0) return cudaSuccess;
-  const bool beside = args.beside_w.rows > 0;
   const size_t bytes = (static_cast<size_t>(rows * experts) * sizeof(float) + 255) / 256 * 256;
   if (experts > kMaxRouted || args.top_k > kernels::kMaxExpertsPerToken || args.top_k > experts ||
       bytes > launch.workspace_bytes) {
@@ -60,28 +91,26 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
                             static_cast<int>(args.top_k),
                             args.normalize,
                             args.scale};
+  const bool shared = args.shared_gate_up.rows > 0;
   cudaError_t error = cudaSuccess;
   if (args.w.dtype == kernels::DType::kBF16) {
     const kernels::GemmArgs gemm{args.x, args.w,
                                  kernels::MakeTensor(scores, kernels::DType::kF32, rows, experts)};
-    SkinnyGemm skinny;
-    skinny.x = gemm.x;
-    skinny.w = Data<bf16>(gemm.w);
-    skinny.outs = experts;
-    skinny.w_stride = gemm.w.stride;
-    skinny.y = gemm.y;
-    skinny.beside = args.beside_w;
-    skinny.beside_y = args.beside_y;
-    if (args.x.dtype == kernels::DType::kBF16 && Fits(skinny) && rows <= kSkinnyRows) {
-      if (rows <= kMaxRowsAtOnce && experts <= kChoiceExperts)
-        return RunSkinnyAndChoose(rest, skinny, choice);
-      error = RunSkinny(rest, skinny);
+    const SkinnyGemm first = Scores(args, gemm), second = SharedDown(args);
+    const bool bf16s =
+        args.x.dtype == kernels::DType::kBF16 && (!shared || args.shared_inner.dtype == args.x.dtype);
+    const bool together = bf16s && rows <= kSkinnyRows && experts <= kChoiceExperts && Fits(first) &&
+                          (!shared || (args.shared_down.cols % 8 == 0 && Aligned16(args.shared_inner.data) &&
+                                       args.shared_inner.stride % 8 == 0 && Fits(second)));
+    if (together) {
+      if (error = RunSkinny(rest, first); error != cudaSuccess) return error;
+      if (shared) return RunSkinnyAndChoose(rest, second, choice);
     } else {
-      if (beside) error = Gemm(rest, {args.x, args.beside_w, args.beside_y});
-      if (error == cudaSuccess) error = Gemm(rest, gemm);
+      error = Gemm(rest, gemm);
     }
+    if (error == cudaSuccess && shared && !together) error = Shared(rest, args);
   } else {
-    if (beside) error = Gemm(rest, {args.x, args.beside_w, args.beside_y});
+    if (shared) error = Shared(rest, args);
     if (error != cudaSuccess) return error;
     ByType(args.x.dtype, [&](auto* t) {
       using T = std::remove_pointer_t<decltype(t)>;
@@ -91,7 +120,7 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
     });
   }
   if (error != cudaSuccess) return error;
-  const auto kernel = experts <= 384              ? ChooseKernel<384 / 32>
+  const auto kernel = experts <= kFewExperts      ? ChooseKernel<kFewExperts / 32>
                       : experts <= kChoiceExperts ? ChooseKernel<kChoiceExperts / 32>
                                                   : ChooseKernel<kMaxRouted / 32>;
   return LaunchAfter(launch, kernel, dim3(Blocks(rows, kChooseRows)), dim3(32 * kChooseRows), 0, choice);

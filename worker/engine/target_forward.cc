@@ -153,8 +153,8 @@ absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTime
   return backend_->Gemm({values, layer.o, MakeTensor(branch_.data(), dtype, n, config_->hidden_size)});
 }
 
-// normed -> branch (this rank's slice of the inner widths). The router and the first projection of the dense
-// part (the shared experts, where there are routed ones) read the same rows in one pass.
+// normed -> branch (this rank's slice of the inner widths). The router's op does the shared experts as well:
+// they read the same rows.
 absl::Status TargetForward::Mlp(const TargetLayerWeights& layer, const StepRows& rows, PhaseTimes* times) {
   const int64_t n = rows.rows;
   const kernels::DType dtype = backend_->activation_dtype();
@@ -176,23 +176,20 @@ absl::Status TargetForward::Mlp(const TargetLayerWeights& layer, const StepRows&
                                   expert_weights_.as<float>(),
                                   rows.row_begin + rows.sequences};
     if (dense) {
-      router.beside_w = layer.gate_up;
-      router.beside_y = gate_up;
+      router.shared_gate_up = layer.gate_up;
+      router.shared_down = layer.down;
+      router.shared_inner = gate_up;
+      router.shared_y = branch;
     }
     KDT_RETURN_IF_ERROR(backend_->Router(router));
+    return backend_->Moe({normed, layer.experts, ids, expert_weights_.as<float>(), top_k, branch, dense});
   }
-  if (dense) {
-    PhaseTimer timer(&times->dense_ns);
-    if (!routed) {
-      KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.gate_up, gate_up}));
-    }
-    kernels::GemmArgs down = {gate_up, layer.down, branch};
-    down.gated = true;
-    KDT_RETURN_IF_ERROR(backend_->Gemm(down));
-  }
-  if (!routed) return absl::OkStatus();
-  PhaseTimer timer(&times->moe_ns);
-  return backend_->Moe({normed, layer.experts, ids, expert_weights_.as<float>(), top_k, branch, dense});
+  if (!dense) return absl::OkStatus();
+  PhaseTimer timer(&times->dense_ns);
+  KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.gate_up, gate_up}));
+  kernels::GemmArgs down = {gate_up, layer.down, branch};
+  down.gated = true;
+  return backend_->Gemm(down);
 }
 
 absl::Status TargetForward::QueueExperts(int64_t rows) {

@@ -18,7 +18,7 @@ struct ChoiceParams {
   float scale;
 };
 
-inline constexpr int kChoiceExperts = 512;  // of a row in a warp's registers
+inline constexpr int kFewExperts = 384, kChoiceExperts = 512;  // of a row in a warp's registers
 
 // Rising with x; NaN below everything; 0 is left for "taken". Both zeros are one value.
 __device__ __forceinline__ uint32_t OrderedKey(float x) {

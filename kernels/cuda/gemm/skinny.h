@@ -17,8 +17,11 @@ struct SkinnyGemm {
   kernels::Tensor y;  // bf16 or float32
   int64_t heads = 1, x_head = 0, w_head = 0, y_head = 0;
   bool accumulate = false, gated = false;
-  // A second matrix with the same inputs (one head): beside_y = x beside^T. No rows: none.
+  // A second matrix with the same inputs (one head): beside_y = x beside^T. No rows: none. With beside_gated
+  // it is gate and up, half of its rows each (a multiple of 8), and beside_y = silu(gate) * up in bf16, by
+  // fours.
   kernels::Tensor beside, beside_y;
+  bool beside_gated = false;
 };
 
 inline constexpr int kSkinnyRows = 64;  // more rows are another kernel's, where there is a choice
@@ -30,8 +33,8 @@ inline bool Aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 1
 bool Fits(const SkinnyGemm& gemm);
 cudaError_t RunSkinny(const Launch& launch, const SkinnyGemm& gemm);
 
-// The same with y as a router's scores ([rows, experts] float32, at most 8 rows and at most kChoiceExperts):
-// the block that finishes last chooses the experts of all rows.
+// The same, not gated, and beside it, in blocks of their own, the choice of experts (at most kChoiceExperts)
+// from scores that an earlier launch wrote.
 struct ChoiceParams;
 cudaError_t RunSkinnyAndChoose(const Launch& launch, const SkinnyGemm& gemm, const ChoiceParams& choice);
 

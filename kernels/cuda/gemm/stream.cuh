@@ -29,6 +29,9 @@ struct StreamPart {
   int outs;
   bool f32;    // y is float32, else bf16
   bool whole;  // y can be written four outputs at a time
+  // W is the gate projection and behind it the up projection, and y is silu(gate) * up, bf16, with half as
+  // many columns as W has outputs (a multiple of 16). Outputs are then taken in turns of eight from either.
+  bool gated = false;
 };
 
 struct StreamParams {
@@ -36,6 +39,7 @@ struct StreamParams {
   int64_t x_stride;
   int64_t x_head, w_head, y_head;  // from one head (blockIdx.z) to the next
   int rows, chunks, splits;        // chunks of 8 inputs, a multiple of 4
+  int others;                      // blocks in front (in grid.y) that do something else
   bool accumulate;
   StreamPart part[2];  // two matrices may share x; the second one's outs are 0 otherwise
   float* partial;      // [splits][heads][rows][outs of the parts, each padded to 4], with splits
@@ -120,6 +124,14 @@ __device__ __forceinline__ void StoreOuts(const StreamPart& p, bool accumulate, 
   }
 }
 
+// Four values of silu(gate) * up, as SiluMul makes them of the two products in bf16.
+__device__ __forceinline__ void StoreGated(const StreamPart& p, int64_t at, const float4& gate,
+                                           const float4& up) {
+  const uint2 v = make_uint2(GatedPair(PackBf16(gate.x, gate.y), PackBf16(up.x, up.y)),
+                             GatedPair(PackBf16(gate.z, gate.w), PackBf16(up.z, up.w)));
+  *reinterpret_cast<uint2*>(static_cast<bf16*>(p.y) + at) = v;
+}
+
 // Counts the blocks that have come here; true in the last of `count`, which sees what the others wrote.
 // Leaves the counter zero.
 __device__ __forceinline__ bool ComesLast(unsigned* counter, int count) {
@@ -136,22 +148,30 @@ __device__ __forceinline__ bool ComesLast(unsigned* counter, int count) {
   return true;
 }
 
-// What the last block of a launch does once all of y is written.
-struct NothingMore {};
+// What the blocks in front do (StreamParams.others).
+struct NoOthers {};
 
-template <typename S, int kBlocks, typename More>
+template <typename S, int kBlocks, typename Others>
 __global__ void __launch_bounds__(S::kThreads, kBlocks)
-    StreamKernel(const __grid_constant__ StreamParams p, const __grid_constant__ More more) {
+    StreamKernel(const __grid_constant__ StreamParams p, const __grid_constant__ Others others) {
   constexpr int kKWarps = S::kKWarps, kM = S::kM, kTiles = S::kTiles, kDepth = S::kDepth,
                 kRounds = S::kRounds;
   constexpr int kHalves = S::kGated ? 2 : 1;  // gate and up
   extern __shared__ uint4 shared[];
   __shared__ uint64_t barriers[2 * kRounds];  // of x: full, empty
   LaunchDependents();
+  int place = blockIdx.y;
+  if constexpr (!std::is_same_v<Others, NoOthers>) {
+    if (place < p.others) {
+      others(place * gridDim.x + blockIdx.x);
+      return;
+    }
+    place -= p.others;
+  }
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int g = lane >> 2, t = lane & 3;
   const int k_warp = warp % kKWarps, out_warp = warp / kKWarps;
-  const int tile = blockIdx.y / p.splits, split = blockIdx.y - tile * p.splits;
+  const int tile = place / p.splits, split = place - tile * p.splits;
   const int first_tiles = (p.part[0].outs + S::kOuts - 1) / S::kOuts;
   const StreamPart& part = p.part[tile >= first_tiles];
   const int head = blockIdx.z, first_row = blockIdx.x * S::kRows;
@@ -176,14 +196,22 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
   // Outputs past the end repeat the last one; what they give is not stored. Of a last piece of 32 inputs the
   // other half is any weights, and zeros of x.
   const int first_out = out_warp * 16 * kM;
-  const bf16* const w = part.w + head * p.w_head + block_out * part.w_stride;
-  const int last_out = part.outs - 1 - block_out;
+  const int first_w = part.gated ? block_out / 2 : block_out;
+  const bf16* const w = part.w + head * p.w_head + first_w * part.w_stride;
+  int line_at[4 * kM];  // of the lines of W that this lane copies, from `w` on
+#pragma unroll
+  for (int i = 0; i < 4 * kM; ++i) {
+    const int row = part.gated
+                        ? min(first_out / 2 + i / 4 * 8 + i % 2 * 4 + line, part.outs / 2 - 1 - first_w) +
+                              i / 2 % 2 * (part.outs / 2)
+                        : min(first_out + 4 * i + line, part.outs - 1 - first_w);
+    line_at[i] = row * static_cast<int>(part.w_stride);
+  }
   auto fetch = [&](int piece, int slot) {
     const bf16* from = w + min(piece * 8 + chunk, p.chunks - 1) * 8;
 #pragma unroll
     for (int i = 0; i < 4 * kM; ++i)
-      CopyAsync16(w_ring + slot * S::kSlot + i * 512 + at_line,
-                  from + min(first_out + 4 * i + line, last_out) * static_cast<int>(part.w_stride));
+      CopyAsync16(w_ring + slot * S::kSlot + i * 512 + at_line, from + line_at[i]);
   };
   if (warp < S::kWarps) {
 #pragma unroll
@@ -282,50 +310,59 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
     }
   }
   __syncthreads();
-  const int count = rows_here * (S::kOuts / 4);
-  for (int i = threadIdx.x; i < count; i += S::kThreads) {
-    const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4, to_row = first_row + row;
-    if (block_out + out >= part.outs) continue;
+  const auto of_warps = [&](int row, int out) {
     float4 sum = *reinterpret_cast<const float4*>(sums + row * S::kPitch + out);
 #pragma unroll
     for (int k = 1; k < kKWarps; ++k) {
       const float4 v = *reinterpret_cast<const float4*>(sums + (k * S::kRows + row) * S::kPitch + out);
       sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
     }
-    if (p.splits == 1) {
-      StoreOuts(part, p.accumulate, head * p.y_head + to_row * part.y_stride + block_out + out,
-                block_out + out, sum);
-    } else {
-      float* to = p.partial +
-                  ((static_cast<int64_t>(split) * gridDim.z + head) * p.rows + to_row) * padded_outs +
-                  partial_out + out;
-      __stcg(reinterpret_cast<float4*>(to), sum);
-    }
-  }
-  if (p.splits > 1) {
-    // The block that comes last adds the shares up, in order.
-    const int tiles = gridDim.y / p.splits;
-    if (!ComesLast(p.counters + (blockIdx.z * gridDim.x + blockIdx.x) * tiles + tile, p.splits)) return;
-    const int64_t share = static_cast<int64_t>(gridDim.z) * p.rows * padded_outs;
-    for (int i = threadIdx.x; i < count; i += S::kThreads) {
-      const int row = first_row + i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
-      if (block_out + out >= part.outs) continue;
-      const float* from =
-          p.partial + (static_cast<int64_t>(head) * p.rows + row) * padded_outs + partial_out + out;
-      float4 sum = __ldcg(reinterpret_cast<const float4*>(from));
-#pragma unroll 4
-      for (int s = 1; s < p.splits; ++s) {
-        const float4 v = __ldcg(reinterpret_cast<const float4*>(from + s * share));
-        sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+    return sum;
+  };
+  // Rows of y from the sums of four outputs.
+  const auto finish = [&](const auto& sum_of) {
+    if (part.gated) {
+      for (int i = threadIdx.x; i < rows_here * (S::kOuts / 8); i += S::kThreads) {
+        const int row = i / (S::kOuts / 8), four = i % (S::kOuts / 8), out = four / 2 * 16 + four % 2 * 4;
+        if (block_out + out >= part.outs) continue;
+        StoreGated(part, (first_row + row) * part.y_stride + block_out / 2 + four * 4, sum_of(row, out),
+                   sum_of(row, out + 8));
       }
-      StoreOuts(part, p.accumulate, head * p.y_head + row * part.y_stride + block_out + out, block_out + out,
-                sum);
+      return;
     }
+    for (int i = threadIdx.x; i < rows_here * (S::kOuts / 4); i += S::kThreads) {
+      const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
+      if (block_out + out >= part.outs) continue;
+      StoreOuts(part, p.accumulate, head * p.y_head + (first_row + row) * part.y_stride + block_out + out,
+                block_out + out, sum_of(row, out));
+    }
+  };
+  if (p.splits == 1) {
+    finish(of_warps);
+    return;
   }
-  if constexpr (!std::is_same_v<More, NothingMore>) {
-    const int tiles = gridDim.y / p.splits * gridDim.x * gridDim.z;
-    if (ComesLast(p.counters + tiles, tiles)) more();
+  const auto partial_at = [&](int row, int out) {
+    return (static_cast<int64_t>(head) * p.rows + first_row + row) * padded_outs + partial_out + out;
+  };
+  const int64_t share = static_cast<int64_t>(gridDim.z) * p.rows * padded_outs;
+  for (int i = threadIdx.x; i < rows_here * (S::kOuts / 4); i += S::kThreads) {
+    const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
+    if (block_out + out >= part.outs) continue;
+    __stcg(reinterpret_cast<float4*>(p.partial + split * share + partial_at(row, out)), of_warps(row, out));
   }
+  // The block that comes last adds the shares up, in order.
+  const int tiles = (gridDim.y - p.others) / p.splits;
+  if (!ComesLast(p.counters + (blockIdx.z * gridDim.x + blockIdx.x) * tiles + tile, p.splits)) return;
+  finish([&](int row, int out) {
+    const float* from = p.partial + partial_at(row, out);
+    float4 sum = __ldcg(reinterpret_cast<const float4*>(from));
+#pragma unroll 4
+    for (int s = 1; s < p.splits; ++s) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(from + s * share));
+      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+    }
+    return sum;
+  });
 }
 
 }  // namespace kdt::cuda

@@ -143,7 +143,8 @@ class OpFilter final : public kernels::Backend {
   absl::Status Router(const kernels::RouterArgs& args) override {
     return Do(
         [&] {
-          return OpFacts{"router", 2.0 * (Elements(args.w) + Elements(args.beside_w))};
+          return OpFacts{"router, shared experts",
+                         2.0 * (Elements(args.w) + Elements(args.shared_gate_up) + Elements(args.shared_down))};
         },
         [&] { return base_.Router(args); });
   }

@@ -96,26 +96,30 @@ TEST_CASE("router gives padding rows no expert", "[router]") {
   }
 }
 
-TEST_CASE("a projection beside the router has the bits of a gemm", "[router][bits]") {
+TEST_CASE("shared experts in the router's op have the bits of gemm, silu_mul and gemm", "[router][bits]") {
   std::mt19937 rng(21);
   const auto backend = MakeBackend(2);
-  Matrix x(5, 96), bias(1, 16), apart(5, 24), beside(5, 24);
-  Bf16Matrix w(16, 96), other(24, 96);
+  Matrix x(5, 96), bias(1, 16), inner(5, 48), activated(5, 24), apart(5, 40), shared(5, 40);
+  Bf16Matrix w(16, 96), gate_up(48, 96), down(40, 24);
   x.Fill(rng);
   bias.Fill(rng);
   w.Fill(rng, 0.2f);
-  other.Fill(rng);
-  std::vector<int32_t> ids(5 * 4), ids_beside(5 * 4);
-  std::vector<float> weights(5 * 4), weights_beside(5 * 4);
+  gate_up.Fill(rng);
+  down.Fill(rng);
+  std::vector<int32_t> ids(5 * 4), ids_shared(5 * 4);
+  std::vector<float> weights(5 * 4), weights_shared(5 * 4);
   RouterArgs args{x.tensor(), w.tensor(), bias.row(0), 4, true, 2.0f, ids.data(), weights.data()};
   REQUIRE(backend->Router(args).ok());
-  REQUIRE(backend->Gemm({x.tensor(), other.tensor(), apart.tensor()}).ok());
-  args.expert_ids = ids_beside.data(), args.weights = weights_beside.data();
-  args.beside_w = other.tensor(), args.beside_y = beside.tensor();
+  REQUIRE(backend->Gemm({x.tensor(), gate_up.tensor(), inner.tensor()}).ok());
+  REQUIRE(backend->SiluMul({inner.tensor(), activated.tensor()}).ok());
+  REQUIRE(backend->Gemm({activated.tensor(), down.tensor(), apart.tensor()}).ok());
+  args.expert_ids = ids_shared.data(), args.weights = weights_shared.data();
+  args.shared_gate_up = gate_up.tensor(), args.shared_down = down.tensor();
+  args.shared_inner = inner.tensor(), args.shared_y = shared.tensor();
   REQUIRE(backend->Router(args).ok());
-  CHECK(ids == ids_beside);
-  CHECK(weights == weights_beside);
-  CHECK(SameBits(apart, beside));
+  CHECK(ids == ids_shared);
+  CHECK(weights == weights_shared);
+  CHECK(SameBits(apart, shared));
 }
 
 }  // namespace

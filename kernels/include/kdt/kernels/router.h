@@ -22,10 +22,13 @@ struct RouterArgs {
   // One value in the backend's memory: rows from there on are padding and get expert ids -1 with weight 0, so
   // that they cost no expert. nullptr: no padding.
   const int32_t* row_count = nullptr;
-  // Another projection of the same rows, done in the same pass: beside_y = x beside_w^T as by Gemm. No rows: none.
-  Tensor beside_w;  // bf16 [out, hidden]
-  Tensor beside_y;  // activation dtype or f32 [rows, out]
-  Ahead ahead = {};  // see ahead.h
+  // The shared experts of the same rows, in the same pass: Gemm (gate and up, side by side), SiluMul and Gemm. No
+  // rows of shared_gate_up: none.
+  Tensor shared_gate_up;  // bf16 [2 inner, hidden]
+  Tensor shared_down;     // bf16 [out, inner]
+  Tensor shared_inner;    // activation dtype [rows, 2 inner]: room for what is between; its contents then are anything
+  Tensor shared_y;        // activation dtype or f32 [rows, out]
+  Ahead ahead = {};       // see ahead.h
 };
 
 }  // namespace kdt::kernels
