@@ -16,18 +16,16 @@ constexpr int kTileOuts = 32;  // of a block
 constexpr int kMaxSplits = 8;
 constexpr int kGatedRows = 16;  // more: the activation is made once, not in every block
 
-// Blocks beside a product that choose the experts of rows.
+// Blocks beside a product that choose the experts of a row each.
 struct ChooseRows {
-  static constexpr int kRows = 2;  // of a block, a warp each
   ChoiceParams p;
-  __device__ void operator()(int block) const {
-    WaitForPrevious();
-    const int row = block * kRows + static_cast<int>(threadIdx.x >> 5);
-    if (threadIdx.x >= 32 * kRows || row >= p.rows) return;
-    if (p.experts <= kFewExperts) {
-      ChooseRow<kFewExperts / 32>(p, row);
+  __device__ void operator()(int row, void* shared) const {
+    if (threadIdx.x >= kChoiceThreads || row >= p.rows) {
+      WaitForPrevious();
+    } else if (p.experts <= kFewExperts) {
+      ChooseRow(p, row, *static_cast<ChoiceRoom<kFewExperts / kChoiceThreads>*>(shared));
     } else {
-      ChooseRow<kChoiceExperts / 32>(p, row);
+      ChooseRow(p, row, *static_cast<ChoiceRoom<kChoiceExperts / kChoiceThreads>*>(shared));
     }
   }
 };
@@ -63,8 +61,7 @@ template <typename S, int kBlocks, typename Others>
 cudaError_t Run(const Launch& launch, StreamParams p, int heads, const Others& others) {
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
   const int row_blocks = Blocks(p.rows, S::kRows);
-  if constexpr (!std::is_same_v<Others, NoOthers>)
-    p.others = Blocks(others.p.rows, Others::kRows * row_blocks);
+  if constexpr (!std::is_same_v<Others, NoOthers>) p.others = Blocks(others.p.rows, row_blocks);
   const dim3 grid(row_blocks, p.others + tiles * p.splits, heads);
   if (static_cast<int64_t>(grid.x) * grid.y * grid.z >= kCounters) return cudaErrorInvalidValue;
   return LaunchAfter(launch, StreamKernel<S, kBlocks, Others>, grid, dim3(S::kThreads), S::kShared, p,

@@ -11,8 +11,7 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int kChooseRows = 2;    // of a block of ChooseKernel
-constexpr int kMaxRouted = 1024;  // in a warp's registers
+constexpr int kMaxRouted = 1024;
 
 template <typename T>
 __global__ void ScoreKernel(const T* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t inputs,
@@ -29,11 +28,10 @@ __global__ void ScoreKernel(const T* x, int64_t x_stride, const float* w, int64_
 }
 
 template <int kPerLane>
-__global__ void __launch_bounds__(32 * kChooseRows) ChooseKernel(const __grid_constant__ ChoiceParams p) {
+__global__ void __launch_bounds__(kChoiceThreads) ChooseKernel(const __grid_constant__ ChoiceParams p) {
+  __shared__ ChoiceRoom<kPerLane> room;
   LaunchDependents();
-  WaitForPrevious();
-  const int row = blockIdx.x * kChooseRows + (threadIdx.x >> 5);
-  if (row < p.rows) ChooseRow<kPerLane>(p, row);
+  ChooseRow(p, blockIdx.x, room);
 }
 
 // Scores and, in the columns of one half of shared_inner, what goes into the shared experts' down product.
@@ -120,10 +118,10 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
     });
   }
   if (error != cudaSuccess) return error;
-  const auto kernel = experts <= kFewExperts      ? ChooseKernel<kFewExperts / 32>
-                      : experts <= kChoiceExperts ? ChooseKernel<kChoiceExperts / 32>
-                                                  : ChooseKernel<kMaxRouted / 32>;
-  return LaunchAfter(launch, kernel, dim3(Blocks(rows, kChooseRows)), dim3(32 * kChooseRows), 0, choice);
+  const auto kernel = experts <= kFewExperts      ? ChooseKernel<kFewExperts / kChoiceThreads>
+                      : experts <= kChoiceExperts ? ChooseKernel<kChoiceExperts / kChoiceThreads>
+                                                  : ChooseKernel<kMaxRouted / kChoiceThreads>;
+  return LaunchAfter(launch, kernel, dim3(static_cast<int>(rows)), dim3(kChoiceThreads), 0, choice);
 }
 
 }  // namespace kdt::cuda

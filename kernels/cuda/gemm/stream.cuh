@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
   int place = blockIdx.y;
   if constexpr (!std::is_same_v<Others, NoOthers>) {
     if (place < p.others) {
-      others(place * gridDim.x + blockIdx.x);
+      others(place * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x), shared);
       return;
     }
     place -= p.others;
