@@ -8,6 +8,7 @@
 #include "kernels/cuda/gemm/skinny.h"
 #include "kernels/cuda/gemm/stream.cuh"
 #include "kernels/cuda/gemm/tile.cuh"
+#include "kernels/cuda/gemm/whole.cuh"
 
 namespace kdt::cuda {
 namespace {
@@ -44,11 +45,12 @@ int Slots(int processors) {
 
 // How many blocks share the inputs of a tile: the fewest that leave at most a fifth of the slots empty in the
 // last wave, or else those that leave the fewest empty. By the shape of W alone: a row's bits depend on it.
+// Of more than four only eight, so that WholeKernel can do the same.
 int Splits(int tiles, int pieces, int slots) {
   const int most = std::clamp((pieces + 1) / 5, 1, kMaxSplits);
   int best = 1;
   double best_fill = 0;
-  for (int splits = 1; splits <= most; ++splits) {
+  for (int splits = 1; splits <= most; splits = splits == 4 ? kMaxSplits : splits + 1) {
     const int blocks = tiles * splits;
     const double fill = static_cast<double>(blocks) / (Blocks(blocks, slots) * slots);
     if (fill > best_fill) best = splits, best_fill = fill;
@@ -76,6 +78,19 @@ cudaError_t ForRows(const Launch& launch, const StreamParams& p, int heads, cons
   constexpr int kRounds = kInput == 2 ? 5 : kInput <= 4 ? 3 : 2;
   using S = StreamShape<4, 1, kTileOuts / 16, kTiles, kDepth, kRounds, kGated>;
   return Run<S, 2>(launch, p, heads, others);
+}
+
+template <int kHalves, int kEach, int kDepth, int kAhead, int kBlocks>
+cudaError_t Whole(const Launch& launch, const StreamParams& p) {
+  using S = WholeShape<kHalves, kEach, kDepth, kAhead, kBlocks>;
+  const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
+  return LaunchAfter(launch, WholeKernel<S>, dim3(tiles), dim3(S::kThreads), S::kShared, p);
+}
+cudaError_t WholeFor(const Launch& launch, const StreamParams& p) {
+  if (p.splits == 8) return Whole<1, 2, 3, 4, 1>(launch, p);
+  // Sixteen outputs a block where they are enough for all multiprocessors.
+  const bool wide = Blocks(p.part[0].outs + p.part[1].outs, 16) * 8 > launch.processors * 7;
+  return wide ? Whole<2, 1, 3, 4, 1>(launch, p) : Whole<1, 1, 3, 2, 2>(launch, p);
 }
 
 StreamPart Part(const bf16* w, int64_t outs, int64_t w_stride, const kernels::Tensor& y, int64_t y_head) {
@@ -116,6 +131,8 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const Others& o
     return cudaErrorInvalidValue;
   }
   if constexpr (std::is_same_v<Others, NoOthers>) {
+    if (p.rows <= kWholeRows && (p.splits == 4 || p.splits == 8) && heads == 1 && !gemm.gated)
+      return WholeFor(launch, p);
     if (gemm.gated) {
       if (p.rows <= 8) return ForRows<1, true>(launch, p, heads, others);
       return p.rows <= kGatedRows ? ForRows<2, true>(launch, p, heads, others) : cudaErrorInvalidValue;

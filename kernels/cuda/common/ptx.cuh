@@ -23,6 +23,10 @@ __device__ __forceinline__ uint32_t Pinned(uint32_t x) {
 __device__ __forceinline__ void CopyAsync16(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
+// The line of 128 bytes into L2.
+__device__ __forceinline__ void PrefetchL2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
 // The barrier counts one arrival of this thread when all its copies so far have landed.
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");

@@ -1,0 +1,183 @@
+// y = x W^T for at most eight rows and matrices too small for the chip: all inputs of 8 or 16 outputs in one
+// block, so that nothing is handed from block to block.
+//
+// The sums are those of gemm/stream.cuh bit for bit: warp 4 s + k of a block does what warp k along the
+// inputs does there for share s of the inputs, and the warps' sums are added in the same order. With eight
+// shares a warp does two of these in step. W comes through rings of pieces as there; what is not in the ring
+// yet is asked for into L2 before the block waits. x goes straight into registers, kAhead pieces ahead: each
+// piece of it is read by one warp of a block only.
+#pragma once
+
+#include "kernels/cuda/gemm/stream.cuh"
+
+namespace kdt::cuda {
+
+inline constexpr int kWholeWarps = 16, kWholeRows = 8;
+
+// 8 kHalves outputs; kEach of the streaming kernel's warps for each warp.
+template <int kHalves_, int kEach_, int kDepth_, int kAhead_, int kBlocks_>
+struct WholeShape {
+  static constexpr int kHalves = kHalves_, kEach = kEach_, kDepth = kDepth_, kAhead = kAhead_,
+                       kBlocks = kBlocks_;
+  static constexpr int kOuts = 8 * kHalves, kSplits = 4 * kEach, kThreads = 32 * kWholeWarps;
+  static constexpr int kPiece = kOuts * 128, kSlot = kEach * kPiece;  // bytes
+  static constexpr int kRing = kWholeWarps * kDepth * kSlot;
+  static constexpr int kPitch = kOuts + 1;  // floats of a row in the exchange
+  static constexpr int kSums = kWholeWarps * kEach * kWholeRows * kPitch * 4;
+  static constexpr int kShared = kRing > kSums ? kRing : kSums;
+  static_assert(kShared <= 101376 - 256);
+};
+
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    WholeKernel(const __grid_constant__ StreamParams p) {
+  constexpr int kDepth = S::kDepth, kAhead = S::kAhead, kEach = S::kEach, kHalves = S::kHalves,
+                kOuts = S::kOuts;
+  extern __shared__ uint4 shared[];
+  LaunchDependents();
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int g = lane >> 2, t = lane & 3;
+  const int first_tiles = (p.part[0].outs + kOuts - 1) / kOuts, tile = blockIdx.x;
+  const StreamPart& part = p.part[tile >= first_tiles];
+  const int block_out = (tile - (tile >= first_tiles ? first_tiles : 0)) * kOuts;
+
+  // Pieces first[e] + 4 i, i < count[e].
+  const int pieces = (p.chunks + 7) / 8;
+  int first[kEach], count[kEach], steps = 0;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    const int share = warp / 4 + 4 * e;
+    first[e] = pieces * share / S::kSplits + warp % 4;
+    count[e] = (pieces * (share + 1) / S::kSplits - first[e] + 3) / 4;
+    steps = max(steps, count[e]);
+  }
+
+  const int line = lane >> 3, chunk = lane & 7;
+  const uint32_t at_line = line * 128 + (chunk ^ 4 * (line & 1)) * 16;
+  const uint32_t ring = SharedAddress(shared) + warp * kDepth * S::kSlot;
+  const int first_w = part.gated ? block_out / 2 : block_out;
+  const bf16* const w = part.w + first_w * part.w_stride;
+  const auto row_at = [&](int out) {  // of W, from `w` on
+    const int row =
+        part.gated ? min(out % (kOuts / 2), part.outs / 2 - 1 - first_w) + out / (kOuts / 2) * (part.outs / 2)
+                   : min(out, part.outs - 1 - first_w);
+    return row * static_cast<int>(part.w_stride);
+  };
+  int line_at[2 * kHalves];
+#pragma unroll
+  for (int i = 0; i < 2 * kHalves; ++i) line_at[i] = row_at(4 * i + line);
+  const auto fetch = [&](int step, int slot) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (step >= count[e]) continue;
+      const bf16* from = w + min((first[e] + 4 * step) * 8 + chunk, p.chunks - 1) * 8;
+#pragma unroll
+      for (int i = 0; i < 2 * kHalves; ++i)
+        CopyAsync16(ring + slot * S::kSlot + e * S::kPiece + i * 512 + at_line, from + line_at[i]);
+    }
+  };
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d) {
+    if (d < steps) fetch(d, d);
+    CopyAsyncCommit();
+  }
+  if (lane < kOuts) {
+    const bf16* const from = w + row_at(lane);
+#pragma unroll 1
+    for (int step = kDepth; step < steps; ++step) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        if (step < count[e]) PrefetchL2(from + (first[e] + 4 * step) * 64);
+      }
+    }
+  }
+  WaitForPrevious();
+
+  const bf16* const x = p.x + min(g, p.rows - 1) * p.x_stride + 8 * t;
+  uint4 in[kAhead][kEach][2];
+  const auto load = [&](uint4(&to)[kEach][2], int step) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (step >= count[e]) continue;
+      const int piece = first[e] + 4 * step;
+      to[e][0] = __ldcg(reinterpret_cast<const uint4*>(x + piece * 64));
+      // A last piece of 32 inputs: what W has there is multiplied with zeros.
+      to[e][1] = piece * 8 + 4 < p.chunks ? __ldcg(reinterpret_cast<const uint4*>(x + piece * 64 + 32))
+                                          : make_uint4(0, 0, 0, 0);
+    }
+  };
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a) load(in[a], a);
+  float acc[kEach][4] = {};
+  const uint32_t from_lane = ring + g * 128 + t * 16, swap = 64 * (g & 1);
+  int slot = 0;
+#pragma unroll 1
+  for (int base = 0; base < steps; base += kAhead) {
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const int step = base + a;
+      if (step >= steps) break;
+      CopyAsyncWait<kDepth - 1>();
+      __syncwarp();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+          if (step >= count[e]) continue;
+          const uint32_t from = from_lane + slot * S::kSlot + e * S::kPiece + ((64 * half) ^ swap);
+          const uint4 low = LoadShared4U(from);
+          const uint4 high = kHalves == 2 ? LoadShared4U(from + 1024) : make_uint4(0, 0, 0, 0);
+          const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
+          MmaBf16(acc[e], even, in[a][e][half].x, in[a][e][half].y);
+          MmaBf16(acc[e], odd, in[a][e][half].z, in[a][e][half].w);
+        }
+      }
+      load(in[a], step + kAhead);
+      __syncwarp();
+      if (step + kDepth < steps) fetch(step + kDepth, slot);
+      CopyAsyncCommit();
+      slot = slot + 1 == kDepth ? 0 : slot + 1;
+    }
+  }
+
+  float* const sums = reinterpret_cast<float*>(shared);
+  __syncthreads();
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+#pragma unroll
+    for (int c = 0; c < 2 * kHalves; ++c)
+      sums[((warp + kWholeWarps * e) * kWholeRows + 2 * t + (c & 1)) * S::kPitch + 8 * (c >> 1) + g] =
+          acc[e][c];
+  }
+  __syncthreads();
+  if (threadIdx.x >= kWholeRows * kOuts) return;
+  const int row = threadIdx.x / kOuts, out = threadIdx.x % kOuts;
+  float sum = 0.0f;
+#pragma unroll
+  for (int share = 0; share < S::kSplits; ++share) {
+    const float* const from = sums + (4 * share * kWholeRows + row) * S::kPitch + out;
+    float part_sum = from[0];
+#pragma unroll
+    for (int k = 1; k < 4; ++k) part_sum += from[k * kWholeRows * S::kPitch];
+    sum = share == 0 ? part_sum : sum + part_sum;
+  }
+  if (part.gated) {
+    const float up = __shfl_xor_sync(~0u, sum, kOuts / 2);
+    if (row >= p.rows || out >= kOuts / 2 || first_w + out >= part.outs / 2) return;
+    const float gate = Rounded<bf16>(sum);
+    static_cast<bf16*>(part.y)[row * part.y_stride + first_w + out] =
+        FromFloat<bf16>(Silu(gate) * Rounded<bf16>(up));
+    return;
+  }
+  if (row >= p.rows || block_out + out >= part.outs) return;
+  const int64_t at = row * part.y_stride + block_out + out;
+  if (part.f32) {
+    float* const to = static_cast<float*>(part.y) + at;
+    *to = p.accumulate ? *to + sum : sum;
+  } else {
+    bf16* const to = static_cast<bf16*>(part.y) + at;
+    *to = FromFloat<bf16>(p.accumulate ? ToFloat(*to) + sum : sum);
+  }
+}
+
+}  // namespace kdt::cuda
