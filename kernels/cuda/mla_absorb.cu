@@ -16,9 +16,16 @@ constexpr int kColumns = 64;  // latent columns of a block
 constexpr int kPitch = kColumns + 8;
 constexpr int kMaxNope = 512;
 
-// The rope part of one head as it is, or rotated.
-__device__ void AnyRope(const AbsorbedQuery& p, int head, int first_row, int count) {
-  if (p.positions != nullptr) return CarryRope(p, head, first_row, count);
+// The rope part of one head, rotated or as it is: rows first_row .. first_row + count - 1.
+__device__ void CarryRope(const AbsorbedQuery& p, int head, int first_row, int count) {
+  if (p.positions != nullptr) {
+    const int half = p.rope / 2;
+    for (int i = threadIdx.x; i < count * half; i += blockDim.x) {
+      const int row = first_row + i / half, pair = i % half;
+      RotatePair(p, head, row, pair, AngleOf(p, row, pair));
+    }
+    return;
+  }
   for (int i = threadIdx.x; i < count * p.rope; i += blockDim.x) {
     const int64_t row = first_row + i / p.rope, at = i % p.rope;
     p.out[row * p.out_stride + static_cast<int64_t>(head) * (p.latent + p.rope) + p.latent + at] =
@@ -33,7 +40,7 @@ __global__ void __launch_bounds__(128) QueryKernel(const __grid_constant__ Absor
   const int head = blockIdx.y, first_row = blockIdx.z * 8 * kTiles;
   if (blockIdx.x == gridDim.x - 1) {
     WaitForPrevious();
-    AnyRope(p, head, first_row, min(p.rows - first_row, 8 * kTiles));
+    CarryRope(p, head, first_row, min(p.rows - first_row, 8 * kTiles));
     return;
   }
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
@@ -97,7 +104,7 @@ __global__ void __launch_bounds__(256)
 __global__ void __launch_bounds__(128) RopeKernel(const __grid_constant__ AbsorbedQuery p) {
   LaunchDependents();
   WaitForPrevious();
-  AnyRope(p, blockIdx.y, blockIdx.z, 1);
+  CarryRope(p, blockIdx.y, blockIdx.z, 1);
 }
 
 }  // namespace

@@ -68,8 +68,10 @@ __device__ __forceinline__ void WriteKey(const kernels::MlaPrepareArgs& p, int r
     Store8(to + chunk * 8, v);
   }
   const int pair = static_cast<int>(threadIdx.x) - (kThreads - static_cast<int>(p.rope / 2));
-  if (pair >= 0)
-    RotatePair(from + p.latent, to + p.latent, pair, p.positions[row], p.inv_freq, p.attention_factor);
+  if (pair >= 0) {
+    Rotate(from + p.latent + 2 * pair, to + p.latent + 2 * pair,
+           AngleOf(p.positions[row], p.inv_freq[pair], p.attention_factor));
+  }
 }
 
 __device__ __forceinline__ void LoadWeights(uint4 (&w)[2 * kMaxSteps], const Params& p, int first_out,
@@ -83,51 +85,39 @@ __device__ __forceinline__ void LoadWeights(uint4 (&w)[2 * kMaxSteps], const Par
   }
 }
 
-__device__ __forceinline__ uint32_t NormedPair(uint32_t x, float factor, uint32_t weight) {
-  const uint32_t scaled = PackBf16(LowBf16(x) * factor, HighBf16(x) * factor);
-  return PackBf16(LowBf16(weight) * LowBf16(scaled), HighBf16(weight) * HighBf16(scaled));
+__device__ __forceinline__ uint32_t Product(uint32_t x, uint32_t weight) {
+  uint32_t y;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(weight));
+  return y;
 }
 
-// q of all rows at kOuts outputs from first_out on.
+// Rows of the q latent, 8 kTiles at a time: a lane's share of the inputs of its warp.
+template <int kTiles>
+struct Inputs {
+  uint4 v[kTiles][kMaxSteps];
+
+  __device__ __forceinline__ void Load(const Params& p, int first_row, int warp, int lane) {
+    const bf16* const x = static_cast<const bf16*>(p.prepare.qkv.data) + warp * p.steps * 32 + 8 * (lane & 3);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const bf16* from = x + min(first_row + 8 * n + (lane >> 2), p.absorb.rows - 1) * p.prepare.qkv.stride;
+#pragma unroll
+      for (int s = 0; s < kMaxSteps; ++s)
+        if (s < p.steps) v[n][s] = __ldcg(reinterpret_cast<const uint4*>(from + s * 32));
+    }
+  }
+};
+
+// q of all rows at kOuts outputs from first_out on, `in` being the first rows. The norm's weights go into the
+// inputs, its factor into the sums.
 template <int kTiles>
 __device__ __forceinline__ void MakeQ(const Params& p, Shared& shared, const uint4 (&w)[2 * kMaxSteps],
-                                      int first_out, int warp, int lane) {
+                                      Inputs<kTiles>& in, int first_out, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3, rows = p.absorb.rows;
-  const bf16* const x = static_cast<const bf16*>(p.prepare.qkv.data) + warp * p.steps * 32 + 8 * t;
   const uint4* const norm = shared.norm + warp * p.steps * 4 + t;
 #pragma unroll 1
   for (int first_row = 0; first_row < rows; first_row += 8 * kTiles) {
-    uint4 in[kTiles][kMaxSteps];
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const bf16* from = x + min(first_row + 8 * n + g, rows - 1) * p.prepare.qkv.stride;
-#pragma unroll
-      for (int s = 0; s < kMaxSteps; ++s)
-        if (s < p.steps) in[n][s] = __ldcg(reinterpret_cast<const uint4*>(from + s * 32));
-    }
-    float factor[kTiles], acc[kTiles][4] = {};
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      float squares = 0.0f;
-#pragma unroll
-      for (int s = 0; s < kMaxSteps; ++s) {
-        if (s >= p.steps) break;
-        float v[8];
-        Unpack8(v, in[n][s]);
-        squares += Squares8(v);
-      }
-      squares += __shfl_xor_sync(~0u, squares, 1);
-      squares += __shfl_xor_sync(~0u, squares, 2);
-      if (t == 0) shared.squares[warp][8 * n + g] = squares;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int k = 0; k < kWarps; ++k) sum += shared.squares[k][8 * n + g];
-      factor[n] = rsqrtf(sum / static_cast<float>(p.prepare.q_lora) + p.prepare.eps);
-    }
+    float squares[kTiles] = {}, acc[kTiles][4] = {};
 #pragma unroll
     for (int s = 0; s < kMaxSteps; ++s) {
       if (s >= p.steps) break;
@@ -136,14 +126,21 @@ __device__ __forceinline__ void MakeQ(const Params& p, Shared& shared, const uin
       const uint4 weight = norm[s * 4];
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        MmaBf16(acc[n], first, NormedPair(in[n][s].x, factor[n], weight.x),
-                NormedPair(in[n][s].y, factor[n], weight.y));
-        MmaBf16(acc[n], second, NormedPair(in[n][s].z, factor[n], weight.z),
-                NormedPair(in[n][s].w, factor[n], weight.w));
+        const uint4& x = in.v[n][s];
+        MmaBf16(acc[n], first, Product(x.x, weight.x), Product(x.y, weight.y));
+        MmaBf16(acc[n], second, Product(x.z, weight.z), Product(x.w, weight.w));
+        float v[8];
+        Unpack8(v, x);
+        squares[n] += Squares8(v);
       }
     }
+    if (first_row + 8 * kTiles < rows) in.Load(p, first_row + 8 * kTiles, warp, lane);
+    if (first_row > 0) __syncthreads();  // the sums before have been read
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
+      squares[n] += __shfl_xor_sync(~0u, squares[n], 1);
+      squares[n] += __shfl_xor_sync(~0u, squares[n], 2);
+      if (t == 0) shared.squares[warp][8 * n + g] = squares[n];
 #pragma unroll
       for (int c = 0; c < 4; ++c) shared.sums[warp][8 * n + 2 * t + (c & 1)][8 * (c >> 1) + g] = acc[n][c];
     }
@@ -151,13 +148,16 @@ __device__ __forceinline__ void MakeQ(const Params& p, Shared& shared, const uin
     const int row = threadIdx.x / (kOuts / 2), out = threadIdx.x % (kOuts / 2) * 2;
     if (row >= 8 * kTiles || first_row + row >= rows) continue;
     float2 sum = {0.0f, 0.0f};
+    float total = 0.0f;
 #pragma unroll
     for (int k = 0; k < kWarps; ++k) {
       const float2 v = *reinterpret_cast<const float2*>(&shared.sums[k][row][out]);
       sum.x += v.x, sum.y += v.y;
+      total += shared.squares[k][row];
     }
+    const float factor = rsqrtf(total / static_cast<float>(p.prepare.q_lora) + p.prepare.eps);
     *reinterpret_cast<uint32_t*>(p.absorb.q + (first_row + row) * p.absorb.q_stride + first_out + out) =
-        PackBf16(sum.x, sum.y);
+        PackBf16(sum.x * factor, sum.y * factor);
   }
 }
 
@@ -205,10 +205,16 @@ __global__ void __launch_bounds__(kThreads, 2) MlaQueryKernel(const __grid_const
   }
   const int head = blockIdx.x / p.tiles, tile = blockIdx.x - head * p.tiles;
   const int column_tiles = p.absorb.latent / kColumns;
-  uint4 w[2 * kMaxSteps];
-  LoadWeights(w, p, blockIdx.x * kOuts, warp, lane);
   for (int i = threadIdx.x; i < kWarps * p.steps * 4; i += kThreads)
     CopyAsync16(SharedAddress(shared.norm + i), p.prepare.q_norm + i * 8);
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  uint4 w[2 * kMaxSteps];
+  LoadWeights(w, p, blockIdx.x * kOuts, warp, lane);
+  // The second product's weights, or the angle of this thread's first pair: a head's blocks without columns
+  // share out its rope part.
+  const int half = p.absorb.rope / 2, pairs = rows * half;
+  int pair = (tile - column_tiles) * kThreads + threadIdx.x;
+  float2 angle;
   if (tile < column_tiles) {
     const bf16* from = p.absorb.w +
                        static_cast<int64_t>(head) * (p.absorb.nope + p.absorb.v) * p.absorb.latent +
@@ -218,39 +224,49 @@ __global__ void __launch_bounds__(kThreads, 2) MlaQueryKernel(const __grid_const
       CopyAsync16(SharedAddress(shared.absorb) + (row * kPitch + chunk * 8) * 2,
                   from + static_cast<int64_t>(row) * p.absorb.latent + chunk * 8);
     }
+  } else if (pair < pairs) {
+    angle = AngleOf(p.absorb, pair / half, pair % half);  // positions: rule 5 of launch.cuh
   }
+  asm volatile("cp.async.commit_group;" ::: "memory");
   WaitForPrevious();
-  asm volatile("cp.async.wait_all;" ::: "memory");  // seen by all behind MakeQ's first barrier
-  MakeQ<kTiles>(p, shared, w, blockIdx.x * kOuts, warp, lane);
+  Inputs<kTiles> in;
+  in.Load(p, 0, warp, lane);
+  asm volatile("cp.async.wait_group 1;" ::: "memory");
+  __syncthreads();
+  MakeQ<kTiles>(p, shared, w, in, blockIdx.x * kOuts, warp, lane);
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
     atomicAdd(p.done + head, 1u);
-  }
-  if (tile <= column_tiles) {
-    if (threadIdx.x == 0) {
-      int looks = 0;
-      while (LoadAcquire(p.done + head) < static_cast<unsigned>(p.tiles) && ++looks < kLooks) {
-      }
-      shared.alone = looks == kLooks;
+    int looks = 0;
+    while (LoadAcquire(p.done + head) < static_cast<unsigned>(p.tiles) && ++looks < kLooks) {
     }
-    __syncthreads();
-    if (shared.alone) {
+    shared.alone = looks == kLooks;
+    // The last to have seen its head's blocks cleans up: nobody looks any more.
+    if (atomicAdd(p.done + p.heads, 1u) == static_cast<unsigned>(blocks) - 1) {
+      for (int i = 0; i <= p.heads; ++i) p.done[i] = 0;
+    }
+  }
+  __syncthreads();
+  if (shared.alone) {
 #pragma unroll 1
-      for (int other = head * p.tiles; other < (head + 1) * p.tiles; ++other) {
-        LoadWeights(w, p, other * kOuts, warp, lane);
-        MakeQ<kTiles>(p, shared, w, other * kOuts, warp, lane);
-        __syncthreads();
-      }
+    for (int other = head * p.tiles; other < (head + 1) * p.tiles; ++other) {
+      LoadWeights(w, p, other * kOuts, warp, lane);
+      in.Load(p, 0, warp, lane);
+      MakeQ<kTiles>(p, shared, w, in, other * kOuts, warp, lane);
+      __syncthreads();
     }
-  }
-  if (threadIdx.x == 0 && atomicAdd(p.done + p.heads, 1u) == static_cast<unsigned>(blocks) - 1) {
-    for (int i = 0; i <= p.heads; ++i) p.done[i] = 0;  // nobody looks any more
   }
   if (tile < column_tiles) {
     Absorb(p.absorb, shared, head, tile * kColumns, warp, lane);
-  } else if (tile == column_tiles) {
-    CarryRope(p.absorb, head, 0, rows);
+    return;
+  }
+  const int step = (p.tiles - column_tiles) * kThreads;
+  for (bool first = true; pair < pairs; pair += step, first = false) {
+    const int row = pair / half, i = pair % half;
+    if (!first) angle = AngleOf(p.absorb, row, i);
+    RotatePair(p.absorb, head, row, i, angle);
   }
 }
 

@@ -37,26 +37,26 @@ inline AbsorbedQuery MakeAbsorbedQuery(const kernels::AbsorbQueryArgs& args) {
   return p;
 }
 
-__device__ __forceinline__ void RotatePair(const bf16* from, bf16* to, int pair, int32_t position,
-                                           const float* inv_freq, float attention_factor) {
+// (cos, sin)
+__device__ __forceinline__ float2 AngleOf(int32_t position, float frequency, float attention_factor) {
   float sin, cos;
-  sincosf(static_cast<float>(position) * inv_freq[pair], &sin, &cos);
-  sin *= attention_factor;
-  cos *= attention_factor;
-  const uint32_t bits = __ldcg(reinterpret_cast<const uint32_t*>(from) + pair);
-  const float a = LowBf16(bits), b = HighBf16(bits);
-  reinterpret_cast<uint32_t*>(to)[pair] = PackBf16(a * cos - b * sin, b * cos + a * sin);
+  sincosf(static_cast<float>(position) * frequency, &sin, &cos);
+  return make_float2(cos * attention_factor, sin * attention_factor);
+}
+__device__ __forceinline__ float2 AngleOf(const AbsorbedQuery& p, int row, int pair) {
+  return AngleOf(p.positions[row], p.inv_freq[pair], p.attention_factor);
 }
 
-// The rope part of one head, rotated: rows first_row .. first_row + count - 1, by all threads of the block.
-__device__ __forceinline__ void CarryRope(const AbsorbedQuery& p, int head, int first_row, int count) {
-  const int half = p.rope / 2;
-  for (int i = threadIdx.x; i < count * half; i += blockDim.x) {
-    const int row = first_row + i / half, pair = i % half;
-    const bf16* from = p.q + row * p.q_stride + static_cast<int64_t>(head) * (p.nope + p.rope) + p.nope;
-    bf16* to = p.out + row * p.out_stride + static_cast<int64_t>(head) * (p.latent + p.rope) + p.latent;
-    RotatePair(from, to, pair, p.positions[row], p.inv_freq, p.attention_factor);
-  }
+__device__ __forceinline__ void Rotate(const bf16* from, bf16* to, float2 angle) {
+  const uint32_t bits = __ldcg(reinterpret_cast<const uint32_t*>(from));
+  const float a = LowBf16(bits), b = HighBf16(bits);
+  *reinterpret_cast<uint32_t*>(to) = PackBf16(a * angle.x - b * angle.y, b * angle.x + a * angle.y);
+}
+__device__ __forceinline__ void RotatePair(const AbsorbedQuery& p, int head, int row, int pair,
+                                           float2 angle) {
+  Rotate(p.q + row * p.q_stride + static_cast<int64_t>(head) * (p.nope + p.rope) + p.nope + 2 * pair,
+         p.out + row * p.out_stride + static_cast<int64_t>(head) * (p.latent + p.rope) + p.latent + 2 * pair,
+         angle);
 }
 
 // A warp's products: acc[c] is row 2 t + (c & 1) of first_row .., column 8 (c >> 1) + g of first_column .. .
