@@ -93,10 +93,10 @@ class CudaBackend final : public Backend {
     return memory_.Download(host, device, bytes);
   }
   absl::Status UploadAsync(void* device, const void* pinned, size_t bytes) override {
-    return memory_.UploadAsync(device, pinned, bytes);
+    return Copy("UploadAsync", device, pinned, bytes);
   }
   absl::Status DownloadAsync(void* pinned, const void* device, size_t bytes) override {
-    return memory_.DownloadAsync(pinned, device, bytes);
+    return Copy("DownloadAsync", pinned, device, bytes);
   }
   absl::Status Synchronize() override { return memory_.Synchronize(); }
 
@@ -166,7 +166,8 @@ class CudaBackend final : public Backend {
   absl::Status TreeWalk(const TreeWalkArgs& args) override { return Do("tree_walk", cuda::TreeWalk, args); }
 
  private:
-  // What a thread allocates and launches goes to the device it is bound to, which is the first one at its start.
+  // What a thread allocates and launches goes to the device it is bound to, which is the first one at its
+  // start.
   void Bind() const {
     thread_local int bound = -1;
     if (bound != device_ && cudaSetDevice(device_) == cudaSuccess) bound = device_;
@@ -192,6 +193,14 @@ class CudaBackend final : public Backend {
     }
     return absl::InternalError(absl::StrCat("cuda backend: ", op, ": ", cudaGetErrorName(error), " (",
                                             cudaGetErrorString(error), ")"));
+  }
+
+  absl::Status Copy(const char* call, void* to, const void* from, size_t bytes) {
+    Bind();
+    const cudaError_t error = cuda::CopyPinned(launch_, to, from, bytes);
+    if (error == cudaSuccess) return absl::OkStatus();
+    return absl::InternalError(absl::StrCat("cuda backend: ", call, " of ", bytes, " bytes: ",
+                                            cudaGetErrorName(error), " (", cudaGetErrorString(error), ")"));
   }
 
   cuda::Launch launch_{};

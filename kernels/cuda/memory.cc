@@ -77,16 +77,6 @@ absl::Status Memory::Download(void* host, const void* device, size_t bytes) {
   return Synchronize();
 }
 
-absl::Status Memory::UploadAsync(void* device, const void* pinned, size_t bytes) {
-  if (bytes == 0) return absl::OkStatus();
-  return KDT_CUDA_STATUS(cudaMemcpyAsync(device, pinned, bytes, cudaMemcpyHostToDevice, stream_));
-}
-
-absl::Status Memory::DownloadAsync(void* pinned, const void* device, size_t bytes) {
-  if (bytes == 0) return absl::OkStatus();
-  return KDT_CUDA_STATUS(cudaMemcpyAsync(pinned, device, bytes, cudaMemcpyDeviceToHost, stream_));
-}
-
 absl::Status Memory::Synchronize() {
   ++stats_.synchronisations;
   KDT_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream_));

@@ -22,8 +22,6 @@ class Memory {
   void FreeHost(void* data);
   absl::Status Upload(void* device, const void* host, size_t bytes);
   absl::Status Download(void* host, const void* device, size_t bytes);
-  absl::Status UploadAsync(void* device, const void* pinned, size_t bytes);
-  absl::Status DownloadAsync(void* pinned, const void* device, size_t bytes);
   absl::Status Synchronize();
 
   void Seal(bool sealed) { sealed_ = sealed; }

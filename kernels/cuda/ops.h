@@ -67,6 +67,10 @@ cudaError_t ScaleRows(const Launch& launch, const kernels::ScaleRowsArgs& args);
 cudaError_t GumbelArgmax(const Launch& launch, const kernels::GumbelArgmaxArgs& args);
 cudaError_t TreeWalk(const Launch& launch, const kernels::TreeWalkArgs& args);
 
+// Either of the two is page-locked memory of the host. Above kCopiedByKernel, or unaligned: by a copy engine.
+cudaError_t CopyPinned(const Launch& launch, void* to, const void* from, size_t bytes);
+inline constexpr size_t kCopiedByKernel = 128 * 1024;
+
 // Bytes of workspace of the op whose need grows fastest with the rows.
 size_t MoeWorkspace(int64_t rows, int64_t top_k, int64_t inner, int64_t hidden);
 

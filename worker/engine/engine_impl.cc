@@ -79,10 +79,7 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
     // Nothing may be behind the draw: no row to move, and no draft.
     if (!device_idle_) KDT_RETURN_IF_ERROR(collective_->Finish(*backend_));
     MergeDrafts();
-    // Where the host is not the device it counts beside other work: a sample is enough.
-    if (!sequences.empty() && (!graphs_->captures() || request.step() % kCountExpertsEvery == 0)) {
-      forward_->CountExperts(shape_.rows);
-    }
+    if (!sequences.empty() && CountsExperts()) forward_->CountExperts(shape_.rows);
     EndStep();
     last_step_ = request.step();
     UpdateDigest(sequences);
@@ -103,6 +100,11 @@ absl::Status EngineImpl::Step(const v1::StepRequest& request, v1::StepResponse* 
   timings->set_sample_wait_us(Micros(sample_wait_ns));
   timings->set_draft_wait_us(Micros(draft_wait_ns));
   return absl::OkStatus();
+}
+
+// Where the host is not the device it counts beside other work: a sample of the steps is enough.
+bool EngineImpl::CountsExperts() const {
+  return !graphs_->captures() || (last_step_ + 1) % kCountExpertsEvery == 0;
 }
 
 absl::Status EngineImpl::ApplyOps(const std::vector<PlannedOp>& ops) {
@@ -159,9 +161,12 @@ absl::Status EngineImpl::Forward(std::span<const PlannedSequence> sequences) {
                           ? forward()
                           : graphs_->Run(StepPiece::kForward, shape_.rows, shape_.sequences, forward));
   KDT_RETURN_IF_ERROR(attention_->EndStep());
+  if (shape_.logit_rows > 0) {
+    KDT_RETURN_IF_ERROR(graphs_->Run(StepPiece::kLogits, shape_.logit_rows, 0,
+                                     [this] { return LogitsOps(shape_.logit_rows, draws_by_argmax_); }));
+  }
+  if (CountsExperts()) KDT_RETURN_IF_ERROR(forward_->QueueExperts(shape_.rows));
   if (shape_.logit_rows == 0) return absl::OkStatus();
-  KDT_RETURN_IF_ERROR(graphs_->Run(StepPiece::kLogits, shape_.logit_rows, 0,
-                                   [this] { return LogitsOps(shape_.logit_rows, draws_by_argmax_); }));
   KDT_RETURN_IF_ERROR(collective_->Finish(*backend_));
   device_idle_ = draws_by_argmax_;
   return absl::OkStatus();

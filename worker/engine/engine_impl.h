@@ -57,6 +57,7 @@ class EngineImpl final : public Engine {
   absl::Status ApplyOps(const std::vector<PlannedOp>& ops);
   absl::Status BeginRows(std::span<const PlannedSequence> sequences);
   absl::Status Forward(std::span<const PlannedSequence> sequences);
+  bool CountsExperts() const;  // in the step that runs
   void FillSampleRows(std::span<const PlannedSequence> sequences);
   absl::Status Sample();
   void Walk(std::span<const PlannedSequence> sequences);

@@ -16,8 +16,7 @@ absl::Status EngineImpl::ForwardOps(int64_t rows, int64_t sequences) {
     return drafter_ == nullptr ? absl::OkStatus() : drafter_->OnLayerOutput(layer, residual);
   };
   KDT_RETURN_IF_ERROR(batch_.Upload(rows));
-  KDT_RETURN_IF_ERROR(forward_->Run(batch_.Rows(rows, sequences), *collective_, hook, &times_));
-  return forward_->QueueExperts(rows);
+  return forward_->Run(batch_.Rows(rows, sequences), *collective_, hook, &times_);
 }
 
 absl::Status EngineImpl::LogitsOps(int64_t rows, bool draw) {

@@ -42,6 +42,31 @@ TEST_CASE("cuda: a graph replays copies and ops with what the buffers hold then"
   }
 }
 
+TEST_CASE("cuda: queued copies of any size and alignment, both ways") {
+  KDT_NEED_GPU();
+  constexpr size_t kBytes = 600000;
+  HostBuffer in = std::move(*HostBuffer::Make(*Gpu(), kBytes)),
+             out = std::move(*HostBuffer::Make(*Gpu(), kBytes));
+  Buffer device = std::move(*Buffer::Make(*Gpu(), kBytes));
+  std::mt19937 rng(5);
+  uint8_t salt = 0;
+  // On both sides of what a kernel copies, and of what a thread does.
+  for (const size_t bytes : {1, 3, 4, 12, 16, 2044, 2048, 2052, 40000, 131072, 131076, 131088, 500000}) {
+    for (const size_t offset : {0, 4, 16, 1021}) {
+      CAPTURE(bytes, offset);
+      ++salt;
+      for (size_t i = 0; i < bytes; ++i) in.data()[offset + i] = static_cast<char>(rng() >> 8);
+      std::memset(out.data(), salt, kBytes);
+      REQUIRE(Gpu()->UploadAsync(device.as<char>() + offset, in.data() + offset, bytes).ok());
+      REQUIRE(Gpu()->DownloadAsync(out.data() + offset, device.as<char>() + offset, bytes).ok());
+      REQUIRE(Gpu()->Synchronize().ok());
+      CHECK(std::memcmp(out.data() + offset, in.data() + offset, bytes) == 0);
+      CHECK(static_cast<uint8_t>(out.data()[offset + bytes]) == salt);
+      if (offset > 0) CHECK(static_cast<uint8_t>(out.data()[offset - 1]) == salt);
+    }
+  }
+}
+
 TEST_CASE("cuda: a graph tells how its main kernels fill the device") {
   KDT_NEED_GPU();
   constexpr int64_t kRows = 4, kIn = 256, kOut = 512;
