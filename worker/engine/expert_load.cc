@@ -27,7 +27,7 @@ void ExpertLoad::Count(const void* layer, std::span<const int32_t> expert_ids) {
   for (const int32_t expert : expert_ids) {
     if (expert < 0) continue;  // padding
     const auto e = static_cast<size_t>(expert);
-    ++found->rows[e];
+    found->most = std::max(found->most, ++found->rows[e]);
     ++found->total;
     if (seen_[e] != 0) continue;
     seen_[e] = 1;
@@ -43,6 +43,7 @@ void ExpertLoad::Count(const void* layer, std::span<const int32_t> expert_ids) {
   if (found->total < kRowsAnExpert * found->rows.size()) return;
   found->total = 0;
   for (uint64_t& rows : found->rows) found->total += rows /= 2;
+  found->most /= 2;
 }
 
 double ExpertLoad::Imbalance() const {
@@ -50,9 +51,8 @@ double ExpertLoad::Imbalance() const {
   int layers = 0;
   for (const Layer& layer : layers_) {
     if (layer.total == 0) continue;
-    const uint64_t most = *std::max_element(layer.rows.begin(), layer.rows.end());
-    sum +=
-        static_cast<double>(most) * static_cast<double>(layer.rows.size()) / static_cast<double>(layer.total);
+    sum += static_cast<double>(layer.most) * static_cast<double>(layer.rows.size()) /
+           static_cast<double>(layer.total);
     ++layers;
   }
   return layers == 0 ? 0 : sum / layers;

@@ -30,8 +30,8 @@ class ExpertLoad {
  private:
   struct Layer {
     const void* name;
-    std::vector<uint64_t> rows;  // by expert
-    uint64_t total = 0;
+    std::vector<uint64_t> rows;    // by expert
+    uint64_t total = 0, most = 0;  // of them
   };
   std::vector<Layer> layers_;
   std::vector<int64_t> on_rank_;  // scratch: distinct experts
