@@ -1,7 +1,8 @@
 // Routed experts: one kernel of persistent blocks for gate_up, silu and down (moe/schedule.cuh: the order of
 // work; moe/int4.cuh: the products), and for more than a few rows a second one that sums over experts.
-// Weights of an expert are read
-// once for up to eight of its rows, and again, mostly out of L2, for each further eight.
+// Each warp streams its weights through its own ring in shared memory, a step ahead of its products, across
+// the borders of tiles, experts and phases. Weights of an expert are read once for up to eight of its rows,
+// and again, mostly out of L2, for each further eight.
 #include <algorithm>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -11,20 +12,38 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int kDirectRows = 8, kDirectPairs = 64;  // the most for DownMode::kDirect
-constexpr int kRingBytes = kMoeWarps * kStreamSlots * kUnitBytes;
-constexpr int kExchangeBytes = kMoeWarps * 1024;  // of all warps' sums, or twice the products of kDirectPairs
-constexpr int kMaxPairs = 3200;                   // of a launch
-static_assert(kExchangeBytes >= 2 * kDirectPairs * kUnitRows * 4 && kDirectRows * 32 <= kMoeThreads);
+constexpr int kDirectRows = 4, kDirectPairs = 64;  // the most for MoeParams::direct
+constexpr int kAllSlicesRows = 2;                  // up to these a team is a whole block
+constexpr int kMaxPairs = 2880;                    // of a launch
+constexpr int kSumFloats = 256;                    // of a warp for a tile
+static_assert(kDirectRows <= kDirectTeam);
 
-// Dynamic shared memory: the rings, the exchange, then these and the list of pairs.
-struct Control {
-  uint4 surplus;
-  Choice choice;
-  int tickets[kTicketRing];
+// What a warp needs now and then, for which there are no registers.
+struct WarpState {
+  Runs runs;         // the same for all
+  Cell next;         // of down: whose weights are under way
+  int item, expert;  // with direct: the tile of the team, the next expert of the warp
 };
+
+// Dynamic shared memory: this and the list of pairs.
+struct Shared {
+  unsigned char rings[kMoeWarps][2 * kSlotBytes];
+  union {
+    float exchange[kMoeWarps][kSumFloats];  // sums of gate_up's tiles; before that, MakeChoice's counts
+    float products[kDirectTeams][kDirectPairs * kTileRows];  // later, with direct
+  };
+  uint4 surplus;
+  uint64_t landed[kMoeWarps][2];               // barriers of the rings' slots
+  uint64_t full[kMaxTeams], empty[kMaxTeams];  // barriers of the exchange
+  uint64_t drawn[kMaxTeams][kTickets];         // and of the tickets
+  unsigned tickets[kMaxTeams][kTickets];
+  unsigned phase;
+  WarpState warps[kMoeWarps];
+  Choice choice;
+};
+static_assert(sizeof(Shared) % 16 == 0 && kMaxExperts * 4 <= sizeof(Shared::exchange));
 constexpr int MoeSharedBytes(int pairs) {
-  return kRingBytes + kExchangeBytes + static_cast<int>(sizeof(Control)) + (pairs * 2 + 15) / 16 * 16;
+  return static_cast<int>(sizeof(Shared)) + (pairs * 2 + 15) / 16 * 16;
 }
 static_assert(MoeSharedBytes(kMaxPairs) <= 101376);
 
@@ -33,249 +52,427 @@ __device__ __forceinline__ unsigned LoadAcquire(const unsigned* from) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
-
-// One warp's share of a cell for one pass: acc = W x over its units. x is the column at inputs 8 t of the
-// first unit.
-template <bool kWhole>
-__device__ __forceinline__ void MultiplyCell(float (&acc)[2][4], Stream<kWhole>& stream,
-                                             const unsigned char* ring, int& slot, const Units& units,
-                                             int groups, const bf16* x, const Surplus& surplus, int lane) {
-#pragma unroll
-  for (int m = 0; m < 2; ++m) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = 0.0f;
-  int here = groups - units.first * kUnitGroups;  // groups from this unit on
-#pragma unroll 1
-  for (int left = units.count; left > 0; --left) {
-    uint4 in[kUnitGroups];
-#pragma unroll
-    for (int j = 0; j < kUnitGroups; ++j)
-      in[j] = *reinterpret_cast<const uint4*>(x + (kWhole ? j : min(j, here - 1)) * 32);
-    x += units.step * (kUnitGroups * 32);
-    stream.Take();
-    const unsigned char* weights = ring + slot * kUnitBytes + lane * 16;
-    const unsigned char* scales = ring + slot * kUnitBytes + kUnitWeightBytes + (lane >> 2) * 8;
-    if (kWhole || here >= kUnitGroups) {
-      MultiplyGroups<kUnitGroups>(acc, weights, scales, in, surplus);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kUnitGroups - 1; ++j) {
-        if (j < here)
-          MultiplyGroups<1>(acc, weights + j * kGroupBytes, scales + j * kGroupScaleBytes, in + j, surplus);
-      }
-    }
-    here -= units.step * kUnitGroups;
-    slot ^= 1;
-  }
-}
-
-// What the warps' shares of a cell add up to, by rising warp: thread i < 128 gets value (lane i / 4, element
-// i % 4) of both halves.
-__device__ __forceinline__ void AddWarps(float (&acc)[2][4], float* exchange, int warp, int lane) {
-  __syncthreads();
-#pragma unroll
-  for (int m = 0; m < 2; ++m)
-    *reinterpret_cast<float4*>(exchange + (warp * 2 + m) * 128 + lane * 4) =
-        make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
-  __syncthreads();
-  if (threadIdx.x < 128) {
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kMoeWarps; ++w) sum += exchange[(w * 2 + m) * 128 + threadIdx.x];
-      acc[m][0] = sum;
-    }
-  }
-}
-
-template <bool kWhole>
+// kAll: every step has all its groups.
+template <bool kAll>
 class Worker {
  public:
-  __device__ __forceinline__ Worker(const MoeParams& p, const Shape& s, Control& control,
-                                    const uint16_t* pairs, float* exchange, const unsigned char* ring,
-                                    int warp, int lane)
+  __device__ __forceinline__ Worker(const MoeParams& p, Shared& shared, const uint16_t* pairs, int warp,
+                                    int lane)
       : p_(p),
-        s_(s),
-        control_(control),
+        shared_(shared),
         pairs_(pairs),
-        exchange_(exchange),
-        ring_(ring),
         warp_(warp),
         lane_(lane),
         g_(lane >> 2),
         t_(lane & 3),
-        done_(DoneCounters(p, control.choice.phase)),
-        surplus_(&control.surplus),
-        stream_(p, s, control.choice, control.tickets, SharedAddress(ring), warp, lane) {
-    stream_.Fill();
-  }
+        team_(warp / p.team_warps),
+        member_(warp % p.team_warps),
+        surplus_(&shared.surplus),
+        ring_(SharedAddress(shared.rings[warp])) {}
 
   __device__ __forceinline__ void Run() {
-    for (int seq = 0;; ++seq) {
-      int ticket;
-      do {
-        ticket = __shfl_sync(~0u, *static_cast<volatile int*>(&control_.tickets[seq % kTicketRing]), 0);
-        stream_.Fill();
-      } while (ticket >> 20 != (seq & 0x7ff));
-      const Item item = MakeItem(s_, p_.mode, control_.choice.active, warp_, ticket & 0xfffff);
-      if (item.kind == ItemKind::kEnd) return;
-      const bool gate = item.kind == ItemKind::kGateUp;
-      if (!gate && was_gate_) {
-        __syncthreads();  // the exchange has been read, and serves the products now
-        was_gate_ = false;
-      }
-      const Units units = UnitsOf(s_, item.kind, p_.mode, warp_);
-      for (int cell = 0; cell < item.cells; ++cell) {
-        const int active = item.active + cell * item.active_step, tile = item.tile + cell * item.tile_step;
-        const int begin = control_.choice.begin[active], count = control_.choice.begin[active + 1] - begin;
-        if (!gate) WaitForExpert(active);
-        for (int first = 0; first < count; first += kColumnsAtOnce)
-          Pass(gate, units, active, tile, begin + first, count - first);
-        // Four warps finish gate_up's tile; each says so for itself.
-        if (gate && warp_ < 4) {
-          __syncwarp();
-          if (lane_ == 0)
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(done_ + active) : "memory");
-        }
-      }
-      if (!gate && p_.mode == DownMode::kDirect) {
-        SumExperts(item.tile);
-      } else if (!gate && p_.mode == DownMode::kWarp) {
-        __syncthreads();  // no warp runs ahead by more than an item, which the ring of tickets relies on
-      }
+    if (lane_ == 0) {
+      state().runs.Plan(p_, choice());
+      state().item = static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * (warp_ / kDirectTeam);
+      state().expert = warp_ % kDirectTeam;
     }
+    __syncwarp();
+    unsigned ticket = shared_.tickets[team_][kTickets - 1];
+    const unsigned end = GateItems(p_, choice());
+    first_group_ = member_ * p_.slices_each * p_.slice_groups;
+    if (ticket < end) {
+      at_ = GatePosition(ticket);
+      SendFirst(true, at_, GateGroups(first_group_, p_.slice_groups));
+      SendSecond(true, at_, GateGroups(first_group_, p_.slice_groups));
+    } else {
+      if (!p_.direct) DrawDown();
+      const bool more = NextCell(at_);
+      SendFirst(more, at_, min(kStep, p_.inner_groups));
+      SendSecond(more, at_, min(kStep, p_.inner_groups));
+    }
+    int round = 0;
+    for (unsigned seq = 0; ticket < end; ++seq) ticket = GateTile(ticket, seq, round);
+    Down();
   }
 
  private:
-  __device__ __forceinline__ void WaitForExpert(int active) {
+  __device__ __forceinline__ bool Draws() const { return member_ == p_.team_warps - 1 && lane_ == 0; }
+  __device__ __forceinline__ unsigned* Done() const { return DoneCounters(p_, shared_.phase); }
+  __device__ __forceinline__ WarpState& state() const { return shared_.warps[warp_]; }
+  __device__ __forceinline__ const Runs& runs() const { return state().runs; }
+  __device__ __forceinline__ const Choice& choice() const { return shared_.choice; }
+  __device__ __forceinline__ Position PositionOf(bool gate, int active, int tile, int group) const {
+    const int tiles = gate ? p_.gate_tiles : p_.down_tiles,
+              groups = gate ? p_.hidden_groups : p_.inner_groups;
+    const int64_t at = (static_cast<int64_t>(choice().expert[active]) * tiles + tile) * groups + group;
+    return {reinterpret_cast<const char*>(gate ? p_.w.gate_up : p_.w.down) + at * kGroupBytes + lane_ * 16,
+            reinterpret_cast<const char*>(gate ? p_.w.gate_up_scale : p_.w.down_scale) +
+                at * kGroupScaleBytes + lane_ * 16};
+  }
+  __device__ __forceinline__ Position GatePosition(unsigned ticket) const {
+    return PositionOf(true, static_cast<int>(ticket) / p_.gate_tiles,
+                      static_cast<int>(ticket) % p_.gate_tiles, first_group_);
+  }
+  __device__ __forceinline__ Position DownPosition(const Cell& cell) const {
+    return PositionOf(false, cell.active, cell.tile, 0);
+  }
+  // Groups of a step that starts at `group` of gate_up's inputs with `left` to go in its slice.
+  __device__ __forceinline__ int GateGroups(int group, int left) const {
+    if (kAll) return kGateStep;
+    return max(0, min(min(left, kStep), p_.hidden_groups - group));
+  }
+
+  // What a step needs, in two parts: four groups, and what is left.
+  __device__ __forceinline__ void SendFirst(bool more, const Position& from, int groups) {
+    if (!more) return;
+    SendGroups<4, kAll>(ring_, from, groups, lane_);
+    CopyAsyncArrive(SharedAddress(&shared_.landed[warp_][0]));
+  }
+  __device__ __forceinline__ void SendSecond(bool more, const Position& from, int groups) {
+    if (!more) return;
+    SendGroups<3, kAll>(ring_ + kSlotBytes, from.Groups(4), groups - 4, lane_);
+    CopyAsyncArrive(SharedAddress(&shared_.landed[warp_][1]));
+  }
+  // The older of the two parts under way; what follows may be sent to its place.
+  template <int kGroups>
+  __device__ __forceinline__ void Take(Weights& weights, int slot) {
+    BarrierWait(SharedAddress(&shared_.landed[warp_][slot]), parity_);
+    weights.Take<kGroups>(ring_ + slot * kSlotBytes, lane_);
+    __syncwarp();
+  }
+  // A step: products of what has come, and sending for the next.
+  template <int kGroups>
+  __device__ __forceinline__ void Step(float (&acc)[2][4], const bf16* x, int groups, bool more,
+                                       const Position& next, int next_groups) {
+    Weights weights;
+    Inputs inputs;
+    if (kAll) inputs.Load<4, true>(x, groups);
+    Take<4>(weights, 0);
+    if (!kAll) inputs.Load<4, false>(x, groups);  // there are no registers for it before
+    SendFirst(more, next, next_groups);
+    Multiply<4>(acc, weights, inputs, surplus_);
+    if (kAll) inputs.Load<kGroups - 4, true>(x + 4 * 32, groups - 4);
+    Take<kGroups - 4>(weights, 1);
+    if (!kAll) inputs.Load<kGroups - 4, false>(x + 4 * 32, groups - 4);
+    parity_ ^= 1;
+    SendSecond(more, next, next_groups);
+    Multiply<kGroups - 4>(acc, weights, inputs, surplus_);
+  }
+  // One tile of gate_up; returns the next ticket.
+  __device__ __forceinline__ unsigned GateTile(unsigned ticket, unsigned seq, int& round) {
+    const unsigned end = GateItems(p_, choice());
+    const int active = static_cast<int>(ticket) / p_.gate_tiles,
+              tile = static_cast<int>(ticket) % p_.gate_tiles;
+    const int begin = choice().begin[active], count = choice().begin[active + 1] - begin;
+    unsigned next_ticket = 0;
+    for (int first = 0; first < count; first += kColumnsAtOnce, ++round) {
+      const bool last_pass = first + kColumnsAtOnce >= count;
+      // Columns past the last pair repeat it; what they give is not stored.
+      const int columns = min(count - first, kColumnsAtOnce);
+      const int mine = pairs_[begin + first + min(g_, columns - 1)];
+      const bf16* x = p_.x + mine / p_.top_k * p_.x_stride + first_group_ * 32 + 8 * t_;
+      float4* const mine_sums = reinterpret_cast<float4*>(shared_.exchange[warp_]) + lane_;
+      int group = first_group_, left = p_.slices_each * p_.slice_steps;
+#pragma unroll 1
+      for (int slice = 0; slice < p_.slices_each; ++slice) {
+        const bool last_slice = slice == p_.slices_each - 1;
+        float acc[2][4] = {};
+        int slice_left = p_.slice_groups;
+#pragma unroll 1
+        for (int step = p_.slice_steps; step > 0; --step) {
+          if (last_pass && left == p_.draw_at && Draws()) DrawTicket(drawn_, p_.state);
+          if (last_pass && left == p_.take_at) next_ticket = TakeTicket(seq);
+          --left;
+          const int groups = GateGroups(group, slice_left);
+          group += groups, slice_left -= groups;
+          bool more = true;
+          Position next = at_.Groups(groups);
+          int next_groups = GateGroups(group, step > 1 ? slice_left : p_.slice_groups);
+          if (step == 1 && last_slice) {
+            if (!last_pass) {
+              next = GatePosition(ticket);
+              next_groups = GateGroups(first_group_, p_.slice_groups);
+            } else if (next_ticket < end) {
+              next = GatePosition(next_ticket);
+              next_groups = GateGroups(first_group_, p_.slice_groups);
+            } else {
+              more = NextCell(next);
+              next_groups = min(kStep, p_.inner_groups);
+            }
+          }
+          Step<kAll ? kGateStep : kStep>(acc, x, groups, more, next, next_groups);
+          at_ = next;
+          x += groups * 32;
+        }
+        if (slice == 0) {
+          if (round > 0) BarrierWait(SharedAddress(&shared_.empty[team_]), (round - 1) & 1);
+        } else {
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            const float4 before = mine_sums[m * 32];
+            acc[m][0] = before.x + acc[m][0], acc[m][1] = before.y + acc[m][1];
+            acc[m][2] = before.z + acc[m][2], acc[m][3] = before.w + acc[m][3];
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+          mine_sums[m * 32] = make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
+      }
+      __syncwarp();
+      if (lane_ == 0) BarrierArrive(SharedAddress(&shared_.full[team_]));
+      if (round % p_.team_warps == member_) FinishGate(round, active, tile, begin + first, columns);
+    }
+    return next_ticket;
+  }
+
+  // The team's next ticket, which its last warp has drawn.
+  __device__ __forceinline__ unsigned TakeTicket(unsigned seq) {
+    const uint32_t barrier = SharedAddress(&shared_.drawn[team_][seq % kTickets]);
+    if (Draws()) {
+      const unsigned drawn = drawn_ & ~kPhaseBit;
+      ResetAfterLast(p_, choice(), shared_.phase, drawn);
+      shared_.tickets[team_][seq % kTickets] = drawn;
+      BarrierArrive(barrier);
+    }
+    __syncwarp();
+    BarrierWait(barrier, seq / kTickets & 1);
+    const unsigned next = shared_.tickets[team_][seq % kTickets];
+    if (next >= GateItems(p_, choice()) && !p_.direct) DrawDown();
+    return next;
+  }
+
+  // One warp of the team adds up and writes the activations.
+  __device__ __forceinline__ void FinishGate(int round, int active, int tile, int begin, int columns) {
+    BarrierWait(SharedAddress(&shared_.full[team_]), round & 1);
+    const uint32_t from = SharedAddress(shared_.exchange[team_ * p_.team_warps]) + lane_ * 16;
+    float sum[2][4] = {}, part[2][4];
+    for (int w = 0; w < p_.team_warps;) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) LoadSums(part[m], from + (w * 2 + m) * 512);
+      ++w;
+      if (p_.slices_each == 1) {
+#pragma unroll
+        for (int i = 1; i < kSlicesEach; ++i, ++w) {
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            float more[4];
+            LoadSums(more, from + (w * 2 + m) * 512);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) part[m][e] += more[e];
+          }
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[m][e] += part[m][e];
+      }
+    }
+    const int inner = static_cast<int>(p_.w.inner);
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int column = 2 * t_ + odd;
+      if (column >= columns) continue;
+      bf16* const to = p_.activation + pairs_[begin + column] * inner + tile * 16 + g_;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float low = sum[0][2 * half + odd] * kUnscale, high = sum[1][2 * half + odd] * kUnscale;
+        to[8 * half] = __float2bfloat16_rn(low / (1.0f + expf(-low)) * high);
+      }
+    }
+    __syncwarp();
+    if (lane_ == 0) {
+      BarrierArrive(SharedAddress(&shared_.empty[team_]));
+      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(Done() + active) : "memory");
+    }
+  }
+  __device__ __forceinline__ static void LoadSums(float (&to)[4], uint32_t from) {
+    const float4 v = LoadShared4(from);
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  }
+
+  __device__ __forceinline__ void DrawDown() {
+    if (lane_ == 0) DrawTicket(drawn_, Done() + kMaxExperts);
+  }
+  // What the warp does next in down, and where that begins; false at the end.
+  __device__ __forceinline__ bool NextCell(Position& at) {
+    Cell next;
+    if (p_.direct) {
+      int item = state().item, expert = state().expert;
+      if (expert < choice().active && item < p_.down_tiles) {
+        next = {expert, item, 1};
+        expert += kDirectTeam;
+        if (expert >= choice().active) {
+          item += static_cast<int>(gridDim.x) * kDirectTeams;
+          expert = warp_ % kDirectTeam;
+        }
+        if (lane_ == 0) state().item = item, state().expert = expert;
+      }
+    } else {
+      const int ticket = static_cast<int>(__shfl_sync(~0u, drawn_, 0));
+      next.active = ticket / runs().each;
+      next.tile = ticket % runs().each * runs().tiles;
+      next.tiles = next.active < choice().active ? min(runs().tiles, p_.down_tiles - next.tile) : 0;
+    }
+    __syncwarp();
+    if (lane_ == 0) state().next = next;
+    __syncwarp();
+    if (next.tiles == 0) return false;
+    at = DownPosition(next);
+    return true;
+  }
+
+  __device__ __forceinline__ void Down() {
+    const int hidden = static_cast<int>(p_.w.hidden), inner = static_cast<int>(p_.w.inner);
+    const int steps = (p_.inner_groups + kStep - 1) / kStep;
+    if (p_.direct) __syncthreads();              // the exchange becomes the products
+    if (p_.direct && state().next.tiles == 0) {  // more warps than experts
+      for (int item = state().item; item < p_.down_tiles; item += static_cast<int>(gridDim.x) * kDirectTeams)
+        SumExperts(item);
+    }
+    while (state().next.tiles > 0) {
+      const Cell cell = state().next;
+      const int begin = choice().begin[cell.active], count = choice().begin[cell.active + 1] - begin;
+      if (!p_.direct) DrawDown();
+      WaitForExpert(cell.active, count);
+      for (int first = 0; first < count; first += kColumnsAtOnce) {
+        const bool last_pass = first + kColumnsAtOnce >= count;
+        const int left = min(count - first, kColumnsAtOnce);
+        const int mine = pairs_[begin + first + min(g_, left - 1)];
+        const bf16* const inputs = p_.activation + mine * inner + 8 * t_;
+        int to[2];  // where the lane's two columns go
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const int column = 2 * t_ + odd;
+          to[odd] = column < left ? pairs_[begin + first + column] * (p_.direct ? kTileRows : hidden) : -1;
+        }
+#pragma unroll 1
+        for (int tile = 0; tile < cell.tiles; ++tile) {
+          float acc[2][4] = {};
+          const bf16* x = inputs;
+          int groups_left = p_.inner_groups;
+#pragma unroll 1
+          for (int step = steps; step > 0; --step) {
+            const int groups = kAll ? kStep : min(kStep, groups_left);
+            groups_left -= groups;
+            Position next = at_.Groups(groups);
+            const int next_groups = kAll ? kStep : min(kStep, step > 1 ? groups_left : p_.inner_groups);
+            bool more = true;
+            if (step == 1 && tile == cell.tiles - 1) {
+              if (!last_pass) {
+                next = DownPosition(cell);
+              } else {
+                more = NextCell(next);
+              }
+            }
+            Step<kStep>(acc, x, groups, more, next, next_groups);
+            at_ = next;
+            x += kStep * 32;
+          }
+          float* const products = p_.direct ? shared_.products[warp_ / kDirectTeam] + g_
+                                            : p_.product + (cell.tile + tile) * kTileRows + g_;
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) {
+            if (to[odd] < 0) continue;
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              products[to[odd] + 16 * m] = acc[m][odd] * kUnscale;
+              products[to[odd] + 16 * m + 8] = acc[m][2 + odd] * kUnscale;
+            }
+          }
+        }
+      }
+      if (p_.direct && (state().next.tiles == 0 || state().next.tile != cell.tile)) SumExperts(cell.tile);
+    }
+  }
+
+  __device__ __forceinline__ void WaitForExpert(int active, int rows) {
     if (active == ready_) return;
-    const unsigned target = static_cast<unsigned>(s_.gate_tiles) * 4;
-    while (LoadAcquire(done_ + active) < target) {
+    const unsigned target =
+        static_cast<unsigned>(p_.gate_tiles * ((rows + kColumnsAtOnce - 1) / kColumnsAtOnce));
+    while (LoadAcquire(Done() + active) < target) {
     }
     ready_ = active;
     __syncwarp();
   }
 
-  __device__ __forceinline__ void Pass(bool gate, const Units& units, int active, int tile, int begin,
-                                       int left) {
-    const int hidden = static_cast<int>(p_.w.hidden), inner = static_cast<int>(p_.w.inner);
-    // Columns past the last pair repeat it; what they give is not stored.
-    const int mine = pairs_[begin + min(g_, left - 1)];
-    const bf16* x =
-        (gate ? p_.x + mine / p_.top_k * p_.x_stride : p_.activation + static_cast<int64_t>(mine) * inner) +
-        8 * t_ + units.first * (kUnitGroups * 32);
-    float acc[2][4];
-    MultiplyCell<kWhole>(acc, stream_, ring_, slot_, units, gate ? s_.hidden_groups : s_.inner_groups, x,
-                         surplus_, lane_);
-    if (gate || p_.mode == DownMode::kSplit) {
-      AddWarps(acc, exchange_, warp_, lane_);
-      const int element = threadIdx.x & 3, from = threadIdx.x >> 2;
-      const int row = (from >> 2) + 8 * (element >> 1), column = 2 * (from & 3) + (element & 1);
-      if (threadIdx.x >= 128 || column >= left) return;
-      const int64_t pair = pairs_[begin + column];
-      const float low = acc[0][0], high = acc[1][0];
-      if (gate) {
-        p_.activation[pair * inner + tile * 16 + row] = __float2bfloat16_rn(low / (1.0f + expf(-low)) * high);
-      } else {
-        float* to = p_.product + pair * hidden + tile * kUnitRows + row;
-        to[0] = low, to[16] = high;
-      }
-      return;
-    }
-    const bool direct = p_.mode == DownMode::kDirect;
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const int column = 2 * t_ + odd;
-      if (column >= left) continue;
-      const int64_t pair = pairs_[begin + column];
-      float* to = direct ? Products() + pair * kUnitRows : p_.product + pair * hidden + tile * kUnitRows;
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        to[16 * m + g_] = acc[m][odd];
-        to[16 * m + 8 + g_] = acc[m][2 + odd];
-      }
-    }
-  }
-
-  // Two buffers in turn: the barrier between one's writing and reading also lies between the other's reading
-  // and next writing.
-  __device__ __forceinline__ float* Products() const {
-    return exchange_ + flip_ * (kDirectPairs * kUnitRows);
-  }
-
+  // The warps of a kDirectTeam have made all products of a tile: a warp a row, a lane a column.
   __device__ __forceinline__ void SumExperts(int tile) {
-    const int row = threadIdx.x >> 5, column = tile * kUnitRows + (threadIdx.x & 31);
-    const float* from = Products() + (threadIdx.x & 31);
-    flip_ ^= 1;
+    const int row = warp_ % kDirectTeam, column = tile * kTileRows + lane_;
+    const float* const from = shared_.products[warp_ / kDirectTeam] + lane_;
     float sum = 0.0f, before = 0.0f;
     const int64_t at = row * p_.out_stride + column;
-    if (p_.accumulate && row < p_.rows) {
+    if (p_.accumulate && row < p_.rows)
       before = p_.out_is_float ? static_cast<float*>(p_.out)[at] : ToFloat(static_cast<bf16*>(p_.out)[at]);
+    NamedBarrier(1 + warp_ / kDirectTeam, kDirectTeam * 32);
+    if (row < p_.rows) {
+      for (int k = 0; k < p_.top_k; ++k) {
+        const int pair = row * p_.top_k + k;
+        if (choice().held >> pair & 1) sum = fmaf(choice().weights[pair], from[pair * kTileRows], sum);
+      }
+      if (p_.accumulate) sum = before + sum;
+      if (p_.out_is_float) {
+        static_cast<float*>(p_.out)[at] = sum;
+      } else {
+        static_cast<bf16*>(p_.out)[at] = FromFloat<bf16>(sum);
+      }
     }
-    __syncthreads();
-    if (row >= p_.rows) return;
-    for (int k = 0; k < p_.top_k; ++k) {
-      const int pair = row * p_.top_k + k;
-      if (control_.choice.held >> pair & 1)
-        sum = fmaf(control_.choice.weights[pair], from[pair * kUnitRows], sum);
-    }
-    if (p_.accumulate) sum = before + sum;
-    if (p_.out_is_float) {
-      static_cast<float*>(p_.out)[at] = sum;
-    } else {
-      static_cast<bf16*>(p_.out)[at] = FromFloat<bf16>(sum);
-    }
+    NamedBarrier(1 + warp_ / kDirectTeam, kDirectTeam * 32);  // the products have been read
   }
 
   const MoeParams& p_;
-  const Shape& s_;
-  Control& control_;
+  Shared& shared_;
   const uint16_t* const pairs_;
-  float* const exchange_;
-  const unsigned char* const ring_;
-  const int warp_, lane_, g_, t_;
-  unsigned* const done_;
-  int slot_ = 0, flip_ = 0, ready_ = -1;
-  bool was_gate_ = true;
+  const int warp_, lane_, g_, t_, team_, member_;
   const Surplus surplus_;
-  Stream<kWhole> stream_;
+  int first_group_;
+  const uint32_t ring_;
+  int parity_ = 0;      // of the barriers of the ring
+  Position at_;         // of the step under way
+  unsigned drawn_ = 0;  // the ticket under way: the team's in its last warp, then in each warp its own
+  int ready_ = -1;
 };
 
-template <bool kWhole>
+template <bool kAll>
 __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constant__ MoeParams p) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  float* const exchange = reinterpret_cast<float*>(shared + kRingBytes);
-  Control& control = *reinterpret_cast<Control*>(shared + kRingBytes + kExchangeBytes);
-  uint16_t* const pairs = reinterpret_cast<uint16_t*>(&control + 1);
+  extern __shared__ __align__(128) unsigned char dynamic[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+  uint16_t* const pairs = reinterpret_cast<uint16_t*>(&shared + 1);
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const int count = p.rows * p.top_k;
+  const int count = p.rows * p.top_k, team_warps = p.team_warps;
   LaunchDependents();
-  // The first entry is written by another thread, with no barrier between.
-  if (threadIdx.x > 0 && threadIdx.x < kTicketRing) control.tickets[threadIdx.x] = -1;
-  if (threadIdx.x == 0) control.surplus = make_uint4(kSurplus, kSurplus, kSurplus, kSurplus);
+  if (threadIdx.x < kMaxTeams) {
+    BarrierInit(SharedAddress(&shared.full[threadIdx.x]), team_warps);
+    BarrierInit(SharedAddress(&shared.empty[threadIdx.x]), 1);
+    for (int i = 0; i < kTickets; ++i) BarrierInit(SharedAddress(&shared.drawn[threadIdx.x][i]), 1);
+  }
+  if (threadIdx.x < 2 * kMoeWarps) BarrierInit(SharedAddress(&shared.landed[0][threadIdx.x]), 32);
+  if (threadIdx.x == 0) shared.surplus = make_uint4(kSurplusLow, kSurplusLow, kSurplusHigh, kSurplusHigh);
+  PrepareChoice(reinterpret_cast<int*>(shared.exchange));
+  __syncthreads();
   WaitForPrevious();
-  // All of this is on its way at once: the first ticket, the choice and its weights.
+  // All of this is on its way at once: the first tickets, the choice and its weights.
+  const bool draws = lane == 0 && warp % team_warps == team_warps - 1;
   unsigned ticket = 0;
-  if (threadIdx.x == kMoeThreads - 1) ticket = atomicAdd(p.state, 1u);
-  if (p.mode == DownMode::kDirect && threadIdx.x >= 64 &&
-      threadIdx.x - 64 < count)  // the first two warps have the ids
-    control.choice.weights[threadIdx.x - 64] = p.weights[threadIdx.x - 64];
-  MakeChoice(control.choice, pairs, reinterpret_cast<int*>(exchange), p.ids, count,
+  if (draws) DrawTicket(ticket, p.state);
+  if (p.direct && threadIdx.x >= 64 && threadIdx.x - 64 < count)  // the first two warps have the ids
+    shared.choice.weights[threadIdx.x - 64] = p.weights[threadIdx.x - 64];
+  MakeChoice(shared.choice, pairs, reinterpret_cast<int*>(shared.exchange), p.ids, count,
              static_cast<int>(p.w.first_expert), static_cast<int>(p.w.experts));
-  if (threadIdx.x == kMoeThreads - 1) {
-    control.tickets[0] = static_cast<int>(ticket & ~kPhaseBit);
-    control.choice.phase = ticket & kPhaseBit;
+  if (draws) {
+    shared.tickets[warp / team_warps][kTickets - 1] = ticket & ~kPhaseBit;
+    if (warp == kMoeWarps - 1) shared.phase = ticket & kPhaseBit;
   }
   __syncthreads();
-  const int active = control.choice.active;
-  const Shape s(p, active);
-  // The other set of counters is for the next launch; the launch that used it has ended.
+  const int active = shared.choice.active;
+  // The other set of words is for the next launch; the launch that used it has ended.
   if (blockIdx.x == 0) {
-    unsigned* const other = DoneCounters(p, control.choice.phase ^ kPhaseBit);
-    for (int i = threadIdx.x; i < kMaxExperts; i += kMoeThreads) other[i] = 0;
+    unsigned* const other = DoneCounters(p, shared.phase ^ kPhaseBit);
+    for (int i = threadIdx.x; i < kPhaseWords; i += kMoeThreads) other[i] = 0;
   }
-  if (threadIdx.x == 0) ResetAfterLast(p, s, control.choice, control.tickets[0]);
+  if (draws) ResetAfterLast(p, shared.choice, shared.phase, ticket & ~kPhaseBit);
   if (active == 0) {
-    if (p.mode == DownMode::kDirect && !p.accumulate) {
+    if (p.direct && !p.accumulate) {
       for (int64_t i = blockIdx.x * kMoeThreads + threadIdx.x; i < p.rows * p.w.hidden;
            i += gridDim.x * kMoeThreads) {
         const int64_t at = i / p.w.hidden * p.out_stride + i % p.w.hidden;
@@ -288,8 +485,7 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
     }
     return;
   }
-  Worker<kWhole> worker(p, s, control, pairs, exchange, shared + warp * kStreamSlots * kUnitBytes, warp,
-                        lane);
+  Worker<kAll> worker(p, shared, pairs, warp, lane);
   worker.Run();
 }
 
@@ -338,17 +534,27 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args) {
     p.out = out.data;
     p.ids = args.expert_ids + first * args.top_k;
     p.weights = args.expert_weights + first * args.top_k;
-    p.mode = w.inner >= kMoeWarps * kUnitGroups * 32          ? DownMode::kSplit
-             : p.rows <= kDirectRows && pairs <= kDirectPairs ? DownMode::kDirect
-                                                              : DownMode::kWarp;
+    p.slices_each = p.rows <= kAllSlicesRows ? 1 : kSlicesEach;
+    p.team_warps = kMoeWarps / p.slices_each;
+    p.direct = p.rows <= kDirectRows && pairs <= kDirectPairs;
     p.product = static_cast<float*>(launch.workspace);
     p.activation = reinterpret_cast<bf16*>(p.product + pairs * w.hidden);
-    const bool whole = w.hidden % (kUnitGroups * 32) == 0 && w.inner % (kUnitGroups * 32) == 0;
+    const bool all = w.hidden % (kSlices * kGateStep * 32) == 0 && w.inner % (kStep * 32) == 0;
+    p.gate_tiles = static_cast<int>(w.inner / 16);
+    p.down_tiles = static_cast<int>(w.hidden / kTileRows);
+    p.hidden_groups = static_cast<int>(w.hidden / 32);
+    p.inner_groups = static_cast<int>(w.inner / 32);
+    p.slice_groups = (p.hidden_groups + kSlices - 1) / kSlices;
+    p.slice_steps = all ? p.slice_groups / kGateStep : (p.slice_groups + kStep - 1) / kStep;
+    // A ticket needs about a step to come, and then one of down another.
+    const int steps = p.slices_each * p.slice_steps;
+    p.take_at = std::min(steps, p.direct ? 1 : 2);
+    p.draw_at = std::min(steps, p.take_at + 2);
     const cudaError_t error =
-        LaunchAfter(launch, whole ? MoeKernel<true> : MoeKernel<false>, dim3(launch.processors), kMoeThreads,
+        LaunchAfter(launch, all ? MoeKernel<true> : MoeKernel<false>, dim3(launch.processors), kMoeThreads,
                     MoeSharedBytes(static_cast<int>(pairs)), p);
     if (error != cudaSuccess) return error;
-    if (p.mode == DownMode::kDirect) continue;
+    if (p.direct) continue;
     const dim3 sum(p.rows, Blocks(w.hidden, 256));
     const cudaError_t summed = p.out_is_float ? LaunchAfter(launch, SumKernel<float>, sum, 256, 0, p)
                                               : LaunchAfter(launch, SumKernel<bf16>, sum, 256, 0, p);

@@ -12,7 +12,7 @@ namespace {
 
 // Row of the matrix that is row `in_tile` of tile `tile`.
 __device__ __forceinline__ int RowOf(int tile, int in_tile, int inner, bool gate_up) {
-  if (!gate_up) return tile * kUnitRows + in_tile;
+  if (!gate_up) return tile * kTileRows + in_tile;
   return tile * 16 + (in_tile & 15) + (in_tile >= 16 ? inner : 0);
 }
 
@@ -23,9 +23,9 @@ __global__ void OrderWeightsKernel(const uint32_t* from, uint32_t* to, int64_t w
   if (i >= words) return;
   const int quarter = i & 3, lane = i >> 2 & 31;
   const int64_t group = i >> 7;  // over all experts and tiles
-  const int64_t tile = group / groups, expert = tile / (rows / kUnitRows);
+  const int64_t tile = group / groups, expert = tile / (rows / kTileRows);
   const int row =
-      RowOf(static_cast<int>(tile % (rows / kUnitRows)), (lane >> 2) + 8 * quarter, inner, gate_up);
+      RowOf(static_cast<int>(tile % (rows / kTileRows)), (lane >> 2) + 8 * quarter, inner, gate_up);
   const uint32_t word = from[((expert * rows + row) * groups + group % groups) * 4 + (lane & 3)];
   uint32_t ordered = 0;
 #pragma unroll
@@ -39,8 +39,8 @@ __global__ void OrderScalesKernel(const uint16_t* from, uint16_t* to, int64_t sc
   if (i >= scales) return;
   const int quarter = i & 3, g = i >> 2 & 7;
   const int64_t group = i >> 5;
-  const int64_t tile = group / groups, expert = tile / (rows / kUnitRows);
-  const int row = RowOf(static_cast<int>(tile % (rows / kUnitRows)), g + 8 * quarter, inner, gate_up);
+  const int64_t tile = group / groups, expert = tile / (rows / kTileRows);
+  const int row = RowOf(static_cast<int>(tile % (rows / kTileRows)), g + 8 * quarter, inner, gate_up);
   to[i] = from[(expert * rows + row) * groups + group % groups];
 }
 

@@ -36,7 +36,7 @@ struct Launch {
 };
 inline constexpr int kCounters = 16384;
 // Behind the counters: what the experts' kernel keeps from launch to launch (zeros at the start).
-inline constexpr int kMoeState = 2 + 2 * 1024;
+inline constexpr int kMoeState = 2 + 2 * (1024 + 1);
 inline constexpr int kAllCounters = kCounters + kMoeState;
 
 cudaError_t Embedding(const Launch& launch, const kernels::EmbeddingArgs& args);

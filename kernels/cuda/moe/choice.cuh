@@ -19,58 +19,44 @@ struct Choice {
   uint16_t begin[kMaxExperts + 8];  // [active + 1], into the list of pairs
 };
 
-// pair = row * top_k + k. `counts` is scratch, kMaxExperts ints. The order of an expert's pairs does not
-// matter to any result. The whole block calls it; the caller synchronises afterwards.
+// What MakeChoice needs of the block before: `counts` cleared, kMaxExperts ints of scratch. It reads no step
+// data, so it may stand before the wait for the kernel in front.
+__device__ __forceinline__ void PrepareChoice(int* counts) {
+  for (int e = threadIdx.x; e < kMaxExperts; e += kMoeThreads) counts[e] = 0;
+}
+
+// pair = row * top_k + k. PrepareChoice has been called, with a barrier between. The order of an expert's
+// pairs does not matter to any result. The whole block calls it; the caller synchronises afterwards.
 __device__ __forceinline__ void MakeChoice(Choice& choice, uint16_t* pairs_out, int* counts,
                                            const int32_t* ids, int pairs, int first_expert, int experts) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const auto held = [&](int e) { return e >= first_expert && e < first_expert + experts; };
-  if (pairs <= 32) {
-    // A few rows: one warp, no counting. The k-th distinct expert's pairs are those lanes that hold it.
-    if (warp > 0) return;
-    const int e = lane < pairs ? ids[lane] : -1;
-    const bool mine = held(e);
-    const int key = mine ? e - first_expert : kMaxExperts + lane;
-    const unsigned same = __match_any_sync(~0u, key);
-    const bool leader = mine && (__ffs(same) - 1 == lane);
-    const unsigned leaders = __ballot_sync(~0u, leader), all = __ballot_sync(~0u, mine);
-    // Distinct experts and pairs before mine in rising order.
-    int index = 0, before = 0;
-    for (unsigned rest = leaders; rest != 0; rest &= rest - 1) {
-      const int other = __ffs(rest) - 1;
-      const int other_key = __shfl_sync(~0u, key, other);
-      const int other_count = __popc(__shfl_sync(~0u, same, other));
-      if (other_key < key) ++index, before += other_count;
-    }
-    if (leader)
-      choice.expert[index] = static_cast<uint16_t>(key), choice.begin[index] = static_cast<uint16_t>(before);
-    if (mine) pairs_out[before + __popc(same & ((1u << lane) - 1))] = static_cast<uint16_t>(lane);
-    if (lane == 0) {
-      const int active = __popc(leaders);
-      choice.active = active;
-      choice.begin[active] = static_cast<uint16_t>(__popc(all));
-      choice.held = all;
-    }
-    return;
-  }
-  for (int e = tid; e < kMaxExperts; e += kMoeThreads) counts[e] = 0;
-  __syncthreads();
-  for (int i = tid; i < pairs; i += kMoeThreads) {
-    const int e = ids[i];
-    if (held(e)) atomicAdd(&counts[e - first_expert], 1);
-  }
+  // Up to a pair a thread, its place among its expert's is what the count was.
+  const int mine = tid < pairs ? ids[tid] - first_expert : -1;
+  const bool some = mine >= 0 && mine < experts;
+  int place = 0;
+  if (some) place = atomicAdd(&counts[mine], 1);
   if (warp < 2) {
-    const unsigned some = __ballot_sync(~0u, tid < pairs && held(ids[tid]));
-    if (lane == 0) reinterpret_cast<unsigned*>(&choice.held)[warp] = some;
+    const unsigned all = __ballot_sync(~0u, some);
+    if (lane == 0) reinterpret_cast<unsigned*>(&choice.held)[warp] = all;
   }
   __syncthreads();
-  constexpr int kEach = kMaxExperts / kMoeThreads;
-  int count[kEach], sum = 0;  // experts in the upper, pairs in the lower half
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    count[j] = counts[tid * kEach + j];
-    sum += (count[j] > 0 ? 1 << 16 : 0) + count[j];
+  const auto others = [&](auto f) {
+    for (int i = tid + kMoeThreads; i < pairs; i += kMoeThreads) {
+      const int e = ids[i];
+      if (held(e)) f(e - first_expert, i);
+    }
+  };
+  if (pairs > kMoeThreads) {
+    others([&](int e, int) { atomicAdd(&counts[e], 1); });
+    __syncthreads();
   }
+  constexpr int kEach = kMaxExperts / kMoeThreads;
+  static_assert(kEach == 2 && kMoeThreads / 32 <= 32);
+  const int2 count = reinterpret_cast<const int2*>(counts)[tid];
+  // Experts in the upper, pairs in the lower half.
+  const int first = (count.x > 0 ? 1 << 16 : 0) + count.x,
+            sum = first + (count.y > 0 ? 1 << 16 : 0) + count.y;
   int through = sum;
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1) {
@@ -79,24 +65,25 @@ __device__ __forceinline__ void MakeChoice(Choice& choice, uint16_t* pairs_out, 
   }
   if (lane == 31) choice.warp_totals[warp] = through;
   __syncthreads();
-  int before = through - sum;
-  for (int i = 0; i < warp; ++i) before += choice.warp_totals[i];
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    if (count[j] == 0) continue;
-    choice.expert[before >> 16] = static_cast<uint16_t>(tid * kEach + j);
-    choice.begin[before >> 16] = static_cast<uint16_t>(before);
-    counts[tid * kEach + j] = before & 0xffff;
-    before += (1 << 16) + count[j];
-  }
+  const int before = through - sum + __reduce_add_sync(~0u, lane < warp ? choice.warp_totals[lane] : 0);
+  const auto enter = [&](int e, int at) {
+    choice.expert[at >> 16] = static_cast<uint16_t>(e);
+    choice.begin[at >> 16] = static_cast<uint16_t>(at);
+  };
+  if (count.x > 0) enter(2 * tid, before);
+  if (count.y > 0) enter(2 * tid + 1, before + first);
+  reinterpret_cast<int2*>(counts)[tid] = make_int2(before & 0xffff, before + first & 0xffff);
   if (tid == kMoeThreads - 1) {
-    choice.active = before >> 16;
-    choice.begin[before >> 16] = static_cast<uint16_t>(before);
+    const int end = before + sum;
+    choice.active = end >> 16;
+    choice.begin[end >> 16] = static_cast<uint16_t>(end);
   }
   __syncthreads();
-  for (int i = tid; i < pairs; i += kMoeThreads) {
-    const int e = ids[i];
-    if (held(e)) pairs_out[atomicAdd(&counts[e - first_expert], 1)] = static_cast<uint16_t>(i);
+  if (pairs <= kMoeThreads) {
+    if (some) pairs_out[counts[mine] + place] = static_cast<uint16_t>(tid);
+  } else {
+    if (some) pairs_out[atomicAdd(&counts[mine], 1)] = static_cast<uint16_t>(tid);
+    others([&](int e, int i) { pairs_out[atomicAdd(&counts[e], 1)] = static_cast<uint16_t>(i); });
   }
 }
 

@@ -1,35 +1,43 @@
 // INT4 weights as A operands of m16n8k16 in bfloat16.
 //
-// Weights lie in *units*: 32 weight rows times 128 inputs, four groups of 32 inputs behind each other. Of a
-// group, lane (g, t) has 16 bytes: one word (its inputs 8 t .. 8 t + 7) of each of the rows g, g + 8, g + 16,
-// g + 24. Within a word nibble i holds input 2 i and nibble i + 4 input 2 i + 1, so that one mask takes out a
-// pair that stands in the order in which x lies in memory: (word >> 4 i) & 0x000f000f | 0x4300 in both halves
-// is 128 + q in bfloat16, seven integer operations for eight weights. The wanted weight is q - 8; what is too
-// much, 136 x, does not depend on the weights: a product with a constant A operand gives it once for all
-// rows, as the start of their sums. The sums of a group, exact up to float32 rounding, are then scaled in
-// float32. The inputs go in as they are.
+// Weights lie tile by tile: 32 weight rows, their groups of 32 inputs behind each other. Of a group, lane
+// (g, t) has 16 bytes: one word (its inputs 8 t .. 8 t + 7) of each of the rows g, g + 8, g + 16, g + 24.
+// Within a word nibble i holds input 2 i and nibble i + 4 input 2 i + 1, so that one mask takes out a pair
+// that stands in the order in which x lies in memory. What is taken out is q times a power of two; the wanted
+// weight is q - 8, and what is too much, 8 x, does not depend on the weights: a product with a constant A
+// operand gives it once for all rows, as the start of their sums. The sums of a group, exact up to float32
+// rounding, are then scaled in float32.
 #pragma once
 
 #include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/types.cuh"
 
 namespace kdt::cuda {
 
-inline constexpr int kUnitRows = 32;
-inline constexpr int kUnitGroups = 4;
-inline constexpr int kGroupBytes = 512;      // weights of a group of a unit
+inline constexpr int kTileRows = 32;
+inline constexpr int kGroupBytes = 512;      // weights of a group of a tile
 inline constexpr int kGroupScaleBytes = 64;  // [8][4] bf16: rows g, g + 8, g + 16, g + 24
-inline constexpr int kUnitWeightBytes = kUnitGroups * kGroupBytes;      // 2048
-inline constexpr int kUnitScaleBytes = kUnitGroups * kGroupScaleBytes;  // 256
-inline constexpr int kUnitBytes = kUnitWeightBytes + kUnitScaleBytes;
 
+// A bfloat16 with the sign and all bits of the exponent but the lowest clear is its other eight bits times
+// 2^-133. So nibbles 0 and 2 of a half are taken out as q 2^-133, nibbles 1 and 3 as 16 q 2^-133, by one
+// operation each; the inputs make good for the factors, and kUnscale for what is left.
 __device__ __forceinline__ void Expand(uint32_t word, uint32_t (&pairs)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    // (word & mask) | magic in one operation, which the compiler does not find by itself.
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;"
-        : "=r"(pairs[i])
-        : "r"(word >> (4 * i)), "n"(0x000f000f), "r"(0x43004300u));
-  }
+  pairs[0] = word & 0x000f000fu;
+  pairs[1] = word & 0x00f000f0u;
+  word >>= 8;
+  pairs[2] = word & 0x000f000fu;
+  pairs[3] = word & 0x00f000f0u;
+}
+inline constexpr float kUnscale = 0x1p69f;
+__device__ __forceinline__ uint32_t Times(uint32_t pair, uint32_t by) {
+  uint32_t r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(pair), "r"(by));
+  return r;
+}
+// Eight inputs, times 2^64 for nibbles 0 and 2, 2^60 for 1 and 3.
+__device__ __forceinline__ uint4 ScaledInputs(const uint4& x) {
+  constexpr uint32_t kLow = 0x5f805f80u, kHigh = 0x5d805d80u;
+  return make_uint4(Times(x.x, kLow), Times(x.y, kHigh), Times(x.z, kLow), Times(x.w, kHigh));
 }
 
 // d = a b + c
@@ -42,9 +50,15 @@ __device__ __forceinline__ void MmaBf16From(float (&d)[4], const uint32_t (&a)[4
         "f"(c[3]));
 }
 
+__device__ __forceinline__ uint2 LoadShared2U(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
 // The constant operand, -136 everywhere, in registers of its own. It comes from shared memory, because the
 // compiler makes a constant it knows anew for every unit.
-inline constexpr uint32_t kSurplus = 0xc308c308u;
+inline constexpr uint32_t kSurplusLow = 0x80088008u, kSurplusHigh = 0x80808080u;  // -8 and -128, times 2^-133
 struct Surplus {
   uint32_t a[4];
   __device__ __forceinline__ explicit Surplus(const uint4* shared) {
@@ -53,23 +67,94 @@ struct Surplus {
   }
 };
 
-// acc[m] += W[m] x for 16-row halves m and eight columns x, over kGroups groups of a unit in shared memory
-// (weights at a lane's 16 bytes, scales at row g's 8). x[j] is inputs 8 t .. 8 t + 7 of column g. The chains
-// of products of several groups have to run side by side: one chain takes four times a product's latency.
+// Where a lane finds the first of its 16 bytes of a run of groups: of weights its share of the first group,
+// of scales the lane-th piece.
+struct Position {
+  const char* weights = nullptr;
+  const char* scales = nullptr;
+
+  __device__ __forceinline__ Position Groups(int n) const {
+    return {weights + n * kGroupBytes, scales + n * kGroupScaleBytes};
+  }
+};
+
+// 16 bytes from global to shared memory past L1, or zeros.
+__device__ __forceinline__ void CopyAsync16OrZero(uint32_t dst, const void* src, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+// A warp's place in shared memory for up to four groups of weights on their way.
+inline constexpr int kSlotGroups = 4;
+inline constexpr int kSlotBytes = kSlotGroups * (kGroupBytes + kGroupScaleBytes);
+
+// Sends for groups: with kAll there are at least kSure, else what is not there becomes zero.
+template <int kSure, bool kAll>
+__device__ __forceinline__ void SendGroups(uint32_t slot, const Position& from, int groups, int lane) {
+  const uint32_t to = slot + lane * 16;
+#pragma unroll
+  for (int j = 0; j < kSlotGroups; ++j) {
+    if (kAll) {
+      if (j < kSure || j < groups) CopyAsync16(to + j * kGroupBytes, from.weights + j * kGroupBytes);
+    } else {
+      CopyAsync16OrZero(to + j * kGroupBytes, from.weights + j * kGroupBytes, j < groups);
+    }
+  }
+  const uint32_t scales = to + kSlotGroups * kGroupBytes;
+  if (kAll) {
+    if (lane < (kSure == kSlotGroups ? kSure : groups) * (kGroupScaleBytes / 16))
+      CopyAsync16(scales, from.scales);
+  } else if (lane < kSlotGroups * (kGroupScaleBytes / 16)) {
+    CopyAsync16OrZero(scales, from.scales, lane < groups * (kGroupScaleBytes / 16));
+  }
+}
+
+// A lane's share of up to four groups of weights, in registers.
+struct Weights {
+  uint4 words[kSlotGroups];
+  uint2 scales[kSlotGroups];
+
+  template <int kGroups>
+  __device__ __forceinline__ void Take(uint32_t slot, int lane) {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) words[j] = LoadShared4U(slot + j * kGroupBytes + lane * 16);
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j)
+      scales[j] = LoadShared2U(slot + kSlotGroups * kGroupBytes + j * kGroupScaleBytes + (lane >> 2) * 8);
+  }
+};
+
+// A lane's share of the inputs of up to four groups: inputs 8 t .. 8 t + 7 of column g, where x points. They
+// are asked for before a warp waits for its weights.
+struct Inputs {
+  uint4 of[kSlotGroups];
+
+  template <int kGroups, bool kAll>
+  __device__ __forceinline__ void Load(const bf16* x, int groups) {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j)
+      of[j] = kAll || j < groups ? *reinterpret_cast<const uint4*>(x + j * 32) : make_uint4(0, 0, 0, 0);
+  }
+};
+
+// acc[m] += W[m] x for 16-row halves m and eight columns x, over kGroups groups. The chains of products of
+// several groups have to run side by side: one chain takes four times a product's latency.
 template <int kGroups>
-__device__ __forceinline__ void MultiplyGroups(float (&acc)[2][4], const unsigned char* weights,
-                                               const unsigned char* scales, const uint4* x,
-                                               const Surplus& surplus) {
+__device__ __forceinline__ void Multiply(float (&acc)[2][4], const Weights& weights, const Inputs& x,
+                                         const Surplus& surplus) {
+  uint4 in[kGroups];
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) in[j] = ScaledInputs(x.of[j]);
   const float zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   float start[kGroups][4];
 #pragma unroll
-  for (int j = 0; j < kGroups; ++j) MmaBf16From(start[j], surplus.a, x[j].x, x[j].y, zero);
+  for (int j = 0; j < kGroups; ++j) MmaBf16From(start[j], surplus.a, in[j].x, in[j].y, zero);
 #pragma unroll
-  for (int j = 0; j < kGroups; ++j) MmaBf16From(start[j], surplus.a, x[j].z, x[j].w, start[j]);
+  for (int j = 0; j < kGroups; ++j) MmaBf16From(start[j], surplus.a, in[j].z, in[j].w, start[j]);
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
-    const uint4 words = *reinterpret_cast<const uint4*>(weights + j * kGroupBytes);
-    const uint2 s = *reinterpret_cast<const uint2*>(scales + j * kGroupScaleBytes);
+    const uint4 words = weights.words[j];
+    const uint2 s = weights.scales[j];
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       uint32_t low[4], high[4];
@@ -79,8 +164,8 @@ __device__ __forceinline__ void MultiplyGroups(float (&acc)[2][4], const unsigne
                      second[4] = {low[2], high[2], low[3], high[3]};
       const float s0 = LowBf16(m == 0 ? s.x : s.y), s1 = HighBf16(m == 0 ? s.x : s.y);
       float sum[4];
-      MmaBf16From(sum, first, x[j].x, x[j].y, start[j]);
-      MmaBf16From(sum, second, x[j].z, x[j].w, sum);
+      MmaBf16From(sum, first, in[j].x, in[j].y, start[j]);
+      MmaBf16From(sum, second, in[j].z, in[j].w, sum);
       acc[m][0] = fmaf(s0, sum[0], acc[m][0]), acc[m][1] = fmaf(s0, sum[1], acc[m][1]);
       acc[m][2] = fmaf(s1, sum[2], acc[m][2]), acc[m][3] = fmaf(s1, sum[3], acc[m][3]);
     }
