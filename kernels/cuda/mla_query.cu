@@ -38,11 +38,12 @@ struct Params {
   unsigned* done;           // [heads + 1]: stored tiles of each head; blocks that have seen all of theirs
 };
 
+template <int kTiles>
 struct Shared {
   uint4 absorb[kMaxNope * kPitch / 8];
   uint4 norm[kWarps * kMaxSteps * 4];
-  float squares[kWarps][16];
-  float sums[kWarps][16][kSumPitch];
+  float squares[kWarps][8 * kTiles];
+  float sums[kWarps][8 * kTiles][kSumPitch];
   bool alone;
 };
 
@@ -111,8 +112,9 @@ struct Inputs {
 // q of all rows at kOuts outputs from first_out on, `in` being the first rows. The norm's weights go into the
 // inputs, its factor into the sums.
 template <int kTiles>
-__device__ __forceinline__ void MakeQ(const Params& p, Shared& shared, const uint4 (&w)[2 * kMaxSteps],
-                                      Inputs<kTiles>& in, int first_out, int warp, int lane) {
+__device__ __forceinline__ void MakeQ(const Params& p, Shared<kTiles>& shared,
+                                      const uint4 (&w)[2 * kMaxSteps], Inputs<kTiles>& in, int first_out,
+                                      int warp, int lane) {
   const int g = lane >> 2, t = lane & 3, rows = p.absorb.rows;
   const uint4* const norm = shared.norm + warp * p.steps * 4 + t;
 #pragma unroll 1
@@ -145,6 +147,7 @@ __device__ __forceinline__ void MakeQ(const Params& p, Shared& shared, const uin
       for (int c = 0; c < 4; ++c) shared.sums[warp][8 * n + 2 * t + (c & 1)][8 * (c >> 1) + g] = acc[n][c];
     }
     __syncthreads();
+    static_assert(8 * kTiles * kOuts / 2 <= kThreads);
     const int row = threadIdx.x / (kOuts / 2), out = threadIdx.x % (kOuts / 2) * 2;
     if (row >= 8 * kTiles || first_row + row >= rows) continue;
     float2 sum = {0.0f, 0.0f};
@@ -162,38 +165,50 @@ __device__ __forceinline__ void MakeQ(const Params& p, Shared& shared, const uin
 }
 
 // kColumns columns from first_column on of the absorbed query of all rows.
-__device__ __forceinline__ void Absorb(const AbsorbedQuery& p, const Shared& shared, int head,
+__device__ __forceinline__ void Absorb(const AbsorbedQuery& p, const uint4* weights, int head,
                                        int first_column, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   // As in mla_absorb.cu: a lane's inputs are the 16 bytes it reads of q.
   const int line = 8 * ((lane & 7) >> 1) + (lane & 1) + 2 * (lane >> 4);
-  const uint32_t from =
-      SharedAddress(shared.absorb) + (line * kPitch + (warp & 3) * 16 + 8 * (lane >> 3 & 1)) * 2;
+  const uint32_t from = SharedAddress(weights) + (line * kPitch + (warp & 3) * 16 + 8 * (lane >> 3 & 1)) * 2;
+  // Two tiles of rows at a time: their inputs are on their way together.
 #pragma unroll 1
-  for (int first_row = 8 * (warp >> 2); first_row < p.rows; first_row += 16) {
-    const bf16* x = p.q + min(first_row + g, p.rows - 1) * p.q_stride +
-                    static_cast<int64_t>(head) * (p.nope + p.rope) + 8 * t;
-    uint4 in[kMaxNope / 32];
+  for (int first_row = 8 * (warp >> 2); first_row < p.rows; first_row += 32) {
+    uint4 in[2][kMaxNope / 32];
 #pragma unroll
-    for (int k = 0; k < kMaxNope / 32; ++k)
-      if (k * 32 < p.nope) in[k] = __ldcg(reinterpret_cast<const uint4*>(x + k * 32));
-    float acc[4] = {};
+    for (int n = 0; n < 2; ++n) {
+      if (first_row + 16 * n >= p.rows) break;
+      const bf16* x = p.q + min(first_row + 16 * n + g, p.rows - 1) * p.q_stride +
+                      static_cast<int64_t>(head) * (p.nope + p.rope) + 8 * t;
+#pragma unroll
+      for (int k = 0; k < kMaxNope / 32; ++k)
+        if (k * 32 < p.nope) in[n][k] = __ldcg(reinterpret_cast<const uint4*>(x + k * 32));
+    }
+    float acc[2][4] = {};
 #pragma unroll
     for (int k = 0; k < kMaxNope / 32; ++k) {
       if (k * 32 >= p.nope) break;
       uint32_t first[4], second[4];
       LoadMatrix4Transposed(first, from + k * 32 * kPitch * 2);
       LoadMatrix4Transposed(second, from + (k * 32 + 4) * kPitch * 2);
-      MmaBf16(acc, first, in[k].x, in[k].y);
-      MmaBf16(acc, second, in[k].z, in[k].w);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        MmaBf16(acc[n], first, in[n][k].x, in[n][k].y);
+        MmaBf16(acc[n], second, in[n][k].z, in[n][k].w);
+      }
     }
-    StoreAbsorbed(p, acc, head, first_row, first_column + (warp & 3) * 16, lane);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (first_row + 16 * n < p.rows)
+        StoreAbsorbed(p, acc[n], head, first_row + 16 * n, first_column + (warp & 3) * 16, lane);
+    }
   }
 }
 
 template <int kTiles>
-__global__ void __launch_bounds__(kThreads, 2) MlaQueryKernel(const __grid_constant__ Params p) {
-  __shared__ Shared shared;
+__global__ void __launch_bounds__(kThreads, kTiles <= 2 ? 2 : 1)
+    MlaQueryKernel(const __grid_constant__ Params p) {
+  __shared__ Shared<kTiles> shared;
   LaunchDependents();
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int blocks = p.heads * p.tiles, rows = p.absorb.rows;
@@ -259,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, 2) MlaQueryKernel(const __grid_const
     }
   }
   if (tile < column_tiles) {
-    Absorb(p.absorb, shared, head, tile * kColumns, warp, lane);
+    Absorb(p.absorb, shared.absorb, head, tile * kColumns, warp, lane);
     return;
   }
   const int step = (p.tiles - column_tiles) * kThreads;
@@ -308,7 +323,8 @@ cudaError_t MlaQuery(const Launch& launch, const kernels::MlaQueryArgs& args) {
   }
   const int rows = p.absorb.rows;
   const dim3 grid(p.heads * p.tiles + std::min(rows, kMaxKeyBlocks));
-  return LaunchAfter(launch, rows <= 8 ? MlaQueryKernel<1> : MlaQueryKernel<2>, grid, dim3(kThreads), 0, p);
+  const auto kernel = rows <= 8 ? MlaQueryKernel<1> : rows <= 16 ? MlaQueryKernel<2> : MlaQueryKernel<4>;
+  return LaunchAfter(launch, kernel, grid, dim3(kThreads), 0, p);
 }
 
 }  // namespace kdt::cuda
