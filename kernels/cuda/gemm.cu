@@ -9,6 +9,7 @@
 #include "kernels/cuda/gemm/stream.cuh"
 #include "kernels/cuda/gemm/tile.cuh"
 #include "kernels/cuda/gemm/whole.cuh"
+#include "kernels/cuda/gemm/wide.cuh"
 
 namespace kdt::cuda {
 namespace {
@@ -17,16 +18,22 @@ constexpr int kTileOuts = 32;  // of a block
 constexpr int kMaxSplits = 8;
 constexpr int kGatedRows = 16;  // more: the activation is made once, not in every block
 
-// Blocks beside a product that choose the experts of a row each.
+// Blocks beside a product that choose the experts of rows, as many as they have whole groups of threads for.
 struct ChooseRows {
   ChoiceParams p;
-  __device__ void operator()(int row, void* shared) const {
-    if (threadIdx.x >= kChoiceThreads || row >= p.rows) {
+  template <int kPerLane>
+  __device__ void Choose(int row, void* shared) const {
+    ChooseRow(p, row, static_cast<ChoiceRoom<kPerLane>*>(shared)[threadIdx.x / kChoiceThreads]);
+  }
+  __device__ void operator()(int block, void* shared) const {
+    const int groups = blockDim.x / kChoiceThreads, group = threadIdx.x / kChoiceThreads;
+    const int row = block * groups + group;
+    if (group >= groups || row >= p.rows) {
       WaitForPrevious();
     } else if (p.experts <= kFewExperts) {
-      ChooseRow(p, row, *static_cast<ChoiceRoom<kFewExperts / kChoiceThreads>*>(shared));
+      Choose<kFewExperts / kChoiceThreads>(row, shared);
     } else {
-      ChooseRow(p, row, *static_cast<ChoiceRoom<kChoiceExperts / kChoiceThreads>*>(shared));
+      Choose<kChoiceExperts / kChoiceThreads>(row, shared);
     }
   }
 };
@@ -63,7 +70,8 @@ template <typename S, int kBlocks, typename Others>
 cudaError_t Run(const Launch& launch, StreamParams p, int heads, const Others& others) {
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
   const int row_blocks = Blocks(p.rows, S::kRows);
-  if constexpr (!std::is_same_v<Others, NoOthers>) p.others = Blocks(others.p.rows, row_blocks);
+  if constexpr (!std::is_same_v<Others, NoOthers>)
+    p.others = Blocks(others.p.rows, row_blocks * (S::kThreads / kChoiceThreads));
   const dim3 grid(row_blocks, p.others + tiles * p.splits, heads);
   if (static_cast<int64_t>(grid.x) * grid.y * grid.z >= kCounters) return cudaErrorInvalidValue;
   return LaunchAfter(launch, StreamKernel<S, kBlocks, Others>, grid, dim3(S::kThreads), S::kShared, p,
@@ -87,10 +95,21 @@ cudaError_t Whole(const Launch& launch, const StreamParams& p) {
   return LaunchAfter(launch, WholeKernel<S>, dim3(tiles), dim3(S::kThreads), S::kShared, p);
 }
 cudaError_t WholeFor(const Launch& launch, const StreamParams& p) {
-  if (p.splits == 8) return Whole<1, 2, 3, 4, 1>(launch, p);
-  // Sixteen outputs a block where they are enough for all multiprocessors.
-  const bool wide = Blocks(p.part[0].outs + p.part[1].outs, 16) * 8 > launch.processors * 7;
-  return wide ? Whole<2, 1, 3, 4, 1>(launch, p) : Whole<1, 1, 3, 2, 2>(launch, p);
+  return p.splits == 8 ? Whole<1, 2, 3, 4, 1>(launch, p) : Whole<2, 1, 3, 8, 1>(launch, p);
+}
+
+template <int kTiles, int kRounds, int kAhead, typename Others>
+cudaError_t Wide(const Launch& launch, StreamParams p, const Others& others) {
+  using S = WideShape<kTiles, kRounds, kAhead>;
+  const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
+  if constexpr (!std::is_same_v<Others, NoOthers>)
+    p.others = Blocks(others.p.rows, S::kThreads / kChoiceThreads);
+  return LaunchAfter(launch, WideKernel<S, Others>, dim3(1, p.others + tiles * p.splits), dim3(S::kThreads),
+                     S::kShared, p, others);
+}
+template <typename Others>
+cudaError_t WideFor(const Launch& launch, const StreamParams& p, const Others& others) {
+  return p.rows <= 16 ? Wide<2, 8, 4>(launch, p, others) : Wide<4, 6, 3>(launch, p, others);
 }
 
 StreamPart Part(const bf16* w, int64_t outs, int64_t w_stride, const kernels::Tensor& y, int64_t y_head) {
@@ -138,6 +157,10 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const Others& o
       return p.rows <= kGatedRows ? ForRows<2, true>(launch, p, heads, others) : cudaErrorInvalidValue;
     }
   }
+  const int wide_blocks = p.splits * (Blocks(p.part[0].outs, 64) + Blocks(p.part[1].outs, 64));
+  if (p.rows > 8 && p.rows <= 32 && heads == 1 && wide_blocks <= launch.processors &&
+      wide_blocks * 2 > launch.processors)
+    return WideFor(launch, p, others);
   if (p.rows > 16) return ForRows<4, false>(launch, p, heads, others);
   return p.rows > 8 ? ForRows<2, false>(launch, p, heads, others)
                     : ForRows<1, false>(launch, p, heads, others);

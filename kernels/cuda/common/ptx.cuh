@@ -27,6 +27,14 @@ __device__ __forceinline__ void CopyAsync16(uint32_t dst, const void* src) {
 __device__ __forceinline__ void PrefetchL2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
+// 16 bytes of constants that are read once, past L1.
+__device__ __forceinline__ uint4 LoadStreamed(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
 // The barrier counts one arrival of this thread when all its copies so far have landed.
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");

@@ -52,7 +52,8 @@ __device__ __forceinline__ int AtLeast(const uint4& four, uint32_t key) {
 // kChoiceThreads.
 template <int kPerLane>
 __device__ __forceinline__ void ChooseRow(const ChoiceParams& p, int row, ChoiceRoom<kPerLane>& room) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % kChoiceWarps;
+  const int barrier = 1 + threadIdx.x / kChoiceThreads;
   const int first = warp * 32 * kPerLane + lane;  // a warp's experts follow each other
   float bias[kPerLane];
 #pragma unroll
@@ -78,7 +79,7 @@ __device__ __forceinline__ void ChooseRow(const ChoiceParams& p, int row, Choice
   }
   // The best of each of 32 groups: the best top_k experts are no worse than the top_k-th best of these.
   reinterpret_cast<uint32_t*>(room.group_best[warp])[lane] = most;
-  NamedBarrier(1, kChoiceThreads);
+  NamedBarrier(barrier, kChoiceThreads);
 #pragma unroll
   for (int w = 0; w < kChoiceWarps; ++w)
     most = max(most, reinterpret_cast<const uint32_t*>(room.group_best[w])[lane]);
@@ -102,7 +103,7 @@ __device__ __forceinline__ void ChooseRow(const ChoiceParams& p, int row, Choice
     count += __popc(all);
   }
   if (lane == 0) room.candidates[warp] = count;
-  NamedBarrier(1, kChoiceThreads);
+  NamedBarrier(barrier, kChoiceThreads);
   if (warp != 0) return;
 
   // Candidates by rising expert, those of one warp after the other.

@@ -136,16 +136,86 @@ __device__ __forceinline__ void StoreGated(const StreamPart& p, int64_t at, cons
 // Leaves the counter zero.
 __device__ __forceinline__ bool ComesLast(unsigned* counter, int count) {
   __shared__ bool last;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(counter, 1) == static_cast<unsigned>(count) - 1;
+    // Release of what all threads wrote before the barrier, acquire for what they read behind the next one.
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    last = before == static_cast<unsigned>(count) - 1;
     if (last) *counter = 0;
   }
   __syncthreads();
-  if (!last) return false;
-  __threadfence();
-  return true;
+  return last;
+}
+
+// A block's place: a tile of outputs (from output block_out of its part on), rows, and a share of the inputs.
+struct TilePlace {
+  int tile, split, first_row, rows, block_out;
+  bool second;  // of the second part
+};
+
+// The sums of the warps along the inputs, [kKWarps][kRows][kPitch] in shared memory, become rows of y: in the
+// block that comes last where several share the inputs.
+template <typename S>
+__device__ __forceinline__ void FinishTile(const StreamParams& p, const StreamPart& part, const TilePlace& at,
+                                           const float* sums) {
+  const int head = blockIdx.z, first_row = at.first_row, rows_here = at.rows, block_out = at.block_out;
+  const int padded_outs = ((p.part[0].outs + 3) & ~3) + ((p.part[1].outs + 3) & ~3);
+  const int partial_out = block_out + (at.second ? (p.part[0].outs + 3) & ~3 : 0);
+  const auto of_warps = [&](int row, int out) {
+    float4 sum = *reinterpret_cast<const float4*>(sums + row * S::kPitch + out);
+#pragma unroll
+    for (int k = 1; k < S::kKWarps; ++k) {
+      const float4 v = *reinterpret_cast<const float4*>(sums + (k * S::kRows + row) * S::kPitch + out);
+      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+    }
+    return sum;
+  };
+  // Rows of y from the sums of four outputs.
+  const auto finish = [&](const auto& sum_of) {
+    if (part.gated) {
+      for (int i = threadIdx.x; i < rows_here * (S::kOuts / 8); i += S::kThreads) {
+        const int row = i / (S::kOuts / 8), four = i % (S::kOuts / 8), out = four / 2 * 16 + four % 2 * 4;
+        if (block_out + out >= part.outs) continue;
+        StoreGated(part, (first_row + row) * part.y_stride + block_out / 2 + four * 4, sum_of(row, out),
+                   sum_of(row, out + 8));
+      }
+      return;
+    }
+    for (int i = threadIdx.x; i < rows_here * (S::kOuts / 4); i += S::kThreads) {
+      const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
+      if (block_out + out >= part.outs) continue;
+      StoreOuts(part, p.accumulate, head * p.y_head + (first_row + row) * part.y_stride + block_out + out,
+                block_out + out, sum_of(row, out));
+    }
+  };
+  if (p.splits == 1) {
+    finish(of_warps);
+    return;
+  }
+  const auto partial_at = [&](int row, int out) {
+    return (static_cast<int64_t>(head) * p.rows + first_row + row) * padded_outs + partial_out + out;
+  };
+  const int64_t share = static_cast<int64_t>(gridDim.z) * p.rows * padded_outs;
+  for (int i = threadIdx.x; i < rows_here * (S::kOuts / 4); i += S::kThreads) {
+    const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
+    if (block_out + out >= part.outs) continue;
+    __stcg(reinterpret_cast<float4*>(p.partial + at.split * share + partial_at(row, out)),
+           of_warps(row, out));
+  }
+  // The block that comes last adds the shares up, in order.
+  const int tiles = (gridDim.y - p.others) / p.splits;
+  if (!ComesLast(p.counters + (blockIdx.z * gridDim.x + blockIdx.x) * tiles + at.tile, p.splits)) return;
+  finish([&](int row, int out) {
+    const float* from = p.partial + partial_at(row, out);
+    float4 sum = __ldcg(reinterpret_cast<const float4*>(from));
+#pragma unroll 4
+    for (int s = 1; s < p.splits; ++s) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(from + s * share));
+      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+    }
+    return sum;
+  });
 }
 
 // What the blocks in front do (StreamParams.others).
@@ -293,8 +363,6 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
 
   // Sums of the warps along the inputs, in order.
   float* const sums = reinterpret_cast<float*>(shared);
-  const int padded_outs = ((p.part[0].outs + 3) & ~3) + ((p.part[1].outs + 3) & ~3);
-  const int partial_out = block_out + (tile >= first_tiles ? (p.part[0].outs + 3) & ~3 : 0);
   __syncthreads();
   if (warp < S::kWarps) {
 #pragma unroll
@@ -310,59 +378,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
     }
   }
   __syncthreads();
-  const auto of_warps = [&](int row, int out) {
-    float4 sum = *reinterpret_cast<const float4*>(sums + row * S::kPitch + out);
-#pragma unroll
-    for (int k = 1; k < kKWarps; ++k) {
-      const float4 v = *reinterpret_cast<const float4*>(sums + (k * S::kRows + row) * S::kPitch + out);
-      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
-    }
-    return sum;
-  };
-  // Rows of y from the sums of four outputs.
-  const auto finish = [&](const auto& sum_of) {
-    if (part.gated) {
-      for (int i = threadIdx.x; i < rows_here * (S::kOuts / 8); i += S::kThreads) {
-        const int row = i / (S::kOuts / 8), four = i % (S::kOuts / 8), out = four / 2 * 16 + four % 2 * 4;
-        if (block_out + out >= part.outs) continue;
-        StoreGated(part, (first_row + row) * part.y_stride + block_out / 2 + four * 4, sum_of(row, out),
-                   sum_of(row, out + 8));
-      }
-      return;
-    }
-    for (int i = threadIdx.x; i < rows_here * (S::kOuts / 4); i += S::kThreads) {
-      const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
-      if (block_out + out >= part.outs) continue;
-      StoreOuts(part, p.accumulate, head * p.y_head + (first_row + row) * part.y_stride + block_out + out,
-                block_out + out, sum_of(row, out));
-    }
-  };
-  if (p.splits == 1) {
-    finish(of_warps);
-    return;
-  }
-  const auto partial_at = [&](int row, int out) {
-    return (static_cast<int64_t>(head) * p.rows + first_row + row) * padded_outs + partial_out + out;
-  };
-  const int64_t share = static_cast<int64_t>(gridDim.z) * p.rows * padded_outs;
-  for (int i = threadIdx.x; i < rows_here * (S::kOuts / 4); i += S::kThreads) {
-    const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
-    if (block_out + out >= part.outs) continue;
-    __stcg(reinterpret_cast<float4*>(p.partial + split * share + partial_at(row, out)), of_warps(row, out));
-  }
-  // The block that comes last adds the shares up, in order.
-  const int tiles = (gridDim.y - p.others) / p.splits;
-  if (!ComesLast(p.counters + (blockIdx.z * gridDim.x + blockIdx.x) * tiles + tile, p.splits)) return;
-  finish([&](int row, int out) {
-    const float* from = p.partial + partial_at(row, out);
-    float4 sum = __ldcg(reinterpret_cast<const float4*>(from));
-#pragma unroll 4
-    for (int s = 1; s < p.splits; ++s) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(from + s * share));
-      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
-    }
-    return sum;
-  });
+  FinishTile<S>(p, part, {tile, split, first_row, rows_here, block_out, tile >= first_tiles}, sums);
 }
 
 }  // namespace kdt::cuda
