@@ -88,14 +88,14 @@ cudaError_t ForRows(const Launch& launch, const StreamParams& p, int heads, cons
   return Run<S, 2>(launch, p, heads, others);
 }
 
-template <int kHalves, int kEach, int kDepth, int kAhead, int kBlocks>
+template <int kHalves, int kEach, int kDepth, int kHeld, int kAhead>
 cudaError_t Whole(const Launch& launch, const StreamParams& p) {
-  using S = WholeShape<kHalves, kEach, kDepth, kAhead, kBlocks>;
+  using S = WholeShape<kHalves, kEach, kDepth, kHeld, kAhead>;
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
   return LaunchAfter(launch, WholeKernel<S>, dim3(tiles), dim3(S::kThreads), S::kShared, p);
 }
 cudaError_t WholeFor(const Launch& launch, const StreamParams& p) {
-  return p.splits == 8 ? Whole<1, 2, 3, 4, 1>(launch, p) : Whole<2, 1, 3, 8, 1>(launch, p);
+  return p.splits == 8 ? Whole<1, 2, 3, 1, 4>(launch, p) : Whole<2, 1, 3, 2, 7>(launch, p);
 }
 
 template <int kTiles, int kRounds, int kAhead, typename Others>

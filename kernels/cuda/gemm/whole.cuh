@@ -15,10 +15,9 @@ namespace kdt::cuda {
 inline constexpr int kWholeWarps = 16, kWholeRows = 8;
 
 // 8 kHalves outputs; kEach of the streaming kernel's warps for each warp.
-template <int kHalves_, int kEach_, int kDepth_, int kAhead_, int kBlocks_>
+template <int kHalves_, int kEach_, int kDepth_, int kHeld_, int kAhead_>
 struct WholeShape {
-  static constexpr int kHalves = kHalves_, kEach = kEach_, kDepth = kDepth_, kAhead = kAhead_,
-                       kBlocks = kBlocks_;
+  static constexpr int kHalves = kHalves_, kEach = kEach_, kDepth = kDepth_, kHeld = kHeld_, kAhead = kAhead_;
   static constexpr int kOuts = 8 * kHalves, kSplits = 4 * kEach, kThreads = 32 * kWholeWarps;
   static constexpr int kPiece = kOuts * 128, kSlot = kEach * kPiece;  // bytes
   static constexpr int kRing = kWholeWarps * kDepth * kSlot;
@@ -29,10 +28,9 @@ struct WholeShape {
 };
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
-    WholeKernel(const __grid_constant__ StreamParams p) {
-  constexpr int kDepth = S::kDepth, kAhead = S::kAhead, kEach = S::kEach, kHalves = S::kHalves,
-                kOuts = S::kOuts;
+__global__ void __launch_bounds__(S::kThreads, 1) WholeKernel(const __grid_constant__ StreamParams p) {
+  constexpr int kDepth = S::kDepth, kHeld = S::kHeld, kAhead = S::kAhead, kEach = S::kEach,
+                kHalves = S::kHalves, kOuts = S::kOuts, kOnChip = kDepth + kHeld;
   extern __shared__ uint4 shared[];
   LaunchDependents();
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
@@ -81,10 +79,26 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     if (d < steps) fetch(d, d);
     CopyAsyncCommit();
   }
+  // Pieces kDepth, ..., kDepth + kHeld - 1 go into registers.
+  uint4 held[kHeld][kEach][2][kHalves];
+#pragma unroll
+  for (int h = 0; h < kHeld; ++h) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (kDepth + h >= count[e]) continue;
+      const int at = (first[e] + 4 * (kDepth + h)) * 8 + t;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < kHalves; ++i)
+          held[h][e][half][i] = LoadStreamed(w + row_at(g + 8 * i) + min(at + 4 * half, p.chunks - 1) * 8);
+      }
+    }
+  }
   if (lane < kOuts) {
     const bf16* const from = w + row_at(lane);
 #pragma unroll 1
-    for (int step = kDepth; step < steps; ++step) {
+    for (int step = kOnChip; step < steps; ++step) {
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
         if (step < count[e]) PrefetchL2(from + (first[e] + 4 * step) * 64);
@@ -109,33 +123,56 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 #pragma unroll
   for (int a = 0; a < kAhead; ++a) load(in[a], a);
   float acc[kEach][4] = {};
+  const auto multiply = [&](int e, const uint4& low, const uint4& high, const uint4& in_half) {
+    const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
+    MmaBf16(acc[e], even, in_half.x, in_half.y);
+    MmaBf16(acc[e], odd, in_half.z, in_half.w);
+  };
+  const uint4 none = make_uint4(0, 0, 0, 0);
   const uint32_t from_lane = ring + g * 128 + t * 16, swap = 64 * (g & 1);
+  // A step with W in the ring; `next` is the one that will find its piece in this slot.
+  const auto from_ring = [&](int step, int slot, uint4(&to)[kEach][2], int next) {
+    CopyAsyncWait<kDepth - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        if (step >= count[e]) continue;
+        const uint32_t from = from_lane + slot * S::kSlot + e * S::kPiece + ((64 * half) ^ swap);
+        multiply(e, LoadShared4U(from), kHalves == 2 ? LoadShared4U(from + 1024) : none, to[e][half]);
+      }
+    }
+    load(to, step + kAhead);
+    __syncwarp();
+    if (next < steps) fetch(next, slot);
+    CopyAsyncCommit();
+  };
+#pragma unroll
+  for (int step = 0; step < kOnChip; ++step) {
+    if (step >= steps) break;
+    if (step < kDepth) {
+      from_ring(step, step, in[step % kAhead], step + kOnChip);
+      continue;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        if (step >= count[e]) continue;
+        const uint4(&w_half)[kHalves] = held[step - kDepth][e][half];
+        multiply(e, w_half[0], kHalves == 2 ? w_half[kHalves - 1] : none, in[step % kAhead][e][half]);
+      }
+    }
+    load(in[step % kAhead], step + kAhead);
+  }
   int slot = 0;
 #pragma unroll 1
-  for (int base = 0; base < steps; base += kAhead) {
+  for (int base = kOnChip; base < steps; base += kAhead) {
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      const int step = base + a;
-      if (step >= steps) break;
-      CopyAsyncWait<kDepth - 1>();
-      __syncwarp();
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) {
-          if (step >= count[e]) continue;
-          const uint32_t from = from_lane + slot * S::kSlot + e * S::kPiece + ((64 * half) ^ swap);
-          const uint4 low = LoadShared4U(from);
-          const uint4 high = kHalves == 2 ? LoadShared4U(from + 1024) : make_uint4(0, 0, 0, 0);
-          const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
-          MmaBf16(acc[e], even, in[a][e][half].x, in[a][e][half].y);
-          MmaBf16(acc[e], odd, in[a][e][half].z, in[a][e][half].w);
-        }
-      }
-      load(in[a], step + kAhead);
-      __syncwarp();
-      if (step + kDepth < steps) fetch(step + kDepth, slot);
-      CopyAsyncCommit();
+      if (base + a >= steps) break;
+      from_ring(base + a, slot, in[(kOnChip + a) % kAhead], base + a + kDepth);
       slot = slot + 1 == kDepth ? 0 : slot + 1;
     }
   }
