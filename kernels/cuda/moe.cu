@@ -489,62 +489,22 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
   worker.Run();
 }
 
-constexpr int kSumThreads = 256, kSumColumns = 4, kSumPairs = 8;
-
-// A thread takes four columns of a row. Products are read before it is known which experts are held here, so
-// that all of it is on its way at once; those of others are not used.
 template <typename T>
-__global__ void __launch_bounds__(kSumThreads) SumKernel(const __grid_constant__ MoeParams p, bool aligned) {
-  const int64_t i = (static_cast<int64_t>(blockIdx.y) * kSumThreads + threadIdx.x) * kSumColumns;
+__global__ void SumKernel(const __grid_constant__ MoeParams p) {
+  const int64_t i = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x;
   WaitForPrevious();
   LaunchDependents();
   if (i >= p.w.hidden) return;
-  T* const out = static_cast<T*>(p.out) + blockIdx.x * p.out_stride + i;
-  const bool whole = aligned && sizeof(T) == 2;
-  uint2 packed = {};
-  float before[kSumColumns] = {}, sum[kSumColumns] = {};
-  if (p.accumulate && whole) packed = *reinterpret_cast<const uint2*>(out);
-  if (p.accumulate && !whole) {
-#pragma unroll
-    for (int c = 0; c < kSumColumns; ++c) before[c] = ToFloat(out[c]);
+  T* out = static_cast<T*>(p.out) + blockIdx.x * p.out_stride + i;
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int k = 0; k < p.top_k; ++k) {
+    const int pair = blockIdx.x * p.top_k + k;
+    const int64_t expert = p.ids[pair] - p.w.first_expert;
+    if (expert >= 0 && expert < p.w.experts)
+      sum = fmaf(p.weights[pair], p.product[pair * p.w.hidden + i], sum);
   }
-  const int first_pair = blockIdx.x * p.top_k;
-#pragma unroll 1
-  for (int first = 0; first < p.top_k; first += kSumPairs) {
-    int id[kSumPairs];
-    float weight[kSumPairs];
-    float4 v[kSumPairs];
-#pragma unroll
-    for (int k = 0; k < kSumPairs; ++k) {
-      const int pair = first_pair + min(first + k, p.top_k - 1);
-      id[k] = p.ids[pair];
-      weight[k] = p.weights[pair];
-      v[k] = __ldcg(reinterpret_cast<const float4*>(p.product + pair * p.w.hidden + i));
-    }
-#pragma unroll
-    for (int k = 0; k < kSumPairs; ++k) {
-      const int64_t expert = id[k] - p.w.first_expert;
-      if (first + k >= p.top_k || expert < 0 || expert >= p.w.experts) continue;
-      sum[0] = fmaf(weight[k], v[k].x, sum[0]);
-      sum[1] = fmaf(weight[k], v[k].y, sum[1]);
-      sum[2] = fmaf(weight[k], v[k].z, sum[2]);
-      sum[3] = fmaf(weight[k], v[k].w, sum[3]);
-    }
-  }
-  if (whole) {
-    before[0] = LowBf16(packed.x), before[1] = HighBf16(packed.x);
-    before[2] = LowBf16(packed.y), before[3] = HighBf16(packed.y);
-  }
-  if (p.accumulate) {
-#pragma unroll
-    for (int c = 0; c < kSumColumns; ++c) sum[c] = before[c] + sum[c];
-  }
-  if (whole) {
-    *reinterpret_cast<uint2*>(out) = make_uint2(PackBf16(sum[0], sum[1]), PackBf16(sum[2], sum[3]));
-    return;
-  }
-#pragma unroll
-  for (int c = 0; c < kSumColumns; ++c) out[c] = FromFloat<T>(sum[c]);
+  *out = FromFloat<T>(p.accumulate ? ToFloat(*out) + sum : sum);
 }
 
 }  // namespace
@@ -595,10 +555,9 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args) {
                     MoeSharedBytes(static_cast<int>(pairs)), p);
     if (error != cudaSuccess) return error;
     if (p.direct) continue;
-    const dim3 sum(p.rows, Blocks(w.hidden, kSumThreads * kSumColumns));
-    const bool aligned = p.out_stride % kSumColumns == 0 && reinterpret_cast<uintptr_t>(p.out) % 8 == 0;
-    const cudaError_t summed = LaunchAfter(launch, p.out_is_float ? SumKernel<float> : SumKernel<bf16>, sum,
-                                           dim3(kSumThreads), 0, p, aligned);
+    const dim3 sum(p.rows, Blocks(w.hidden, 256));
+    const cudaError_t summed = p.out_is_float ? LaunchAfter(launch, SumKernel<float>, sum, 256, 0, p)
+                                              : LaunchAfter(launch, SumKernel<bf16>, sum, 256, 0, p);
     if (summed != cudaSuccess) return summed;
   }
   return cudaSuccess;

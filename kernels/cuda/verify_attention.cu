@@ -10,7 +10,9 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int kMinSplitKeys = 64;  // below this a split's fixed costs outweigh its share of the keys
+// Below so many keys a split's fixed costs outweigh its share of them: for the small configuration, the
+// others, and for several of the large one's tiles, whose partial results are most of what they move.
+constexpr int kSmallSplitKeys = 32, kSplitKeys = 48, kTilesSplitKeys = 80;
 constexpr float kLog2E = 1.44269504f;
 
 // By query rows a sequence. Two blocks a multiprocessor hide latency; on sm_120 there is room for one.
@@ -80,26 +82,28 @@ class Layout {
         return memory;
       };
       to.partial = static_cast<uint4*>(take(kLatent * 2));
-      to.partial_low = static_cast<uint2*>(take(kLatent));
-      to.partial_ml = static_cast<float2*>(take(sizeof(float2)));
+      to.partial_low = to.halves ? nullptr : static_cast<uint2*>(take(kLatent));
+      to.partial_ml = static_cast<float2*>(take((to.halves ? 4 : 1) * sizeof(float2)));
     }
     if (at > launch_.workspace_bytes) return cudaErrorInvalidValue;
-    int64_t pieces = 0;
+    int64_t rows_of_tiles = 0;
     for (int i = 0; i < classes_.count; ++i) {
       if (classes_.of[i].slots == 0 || classes_.of[i].slots > kMaxSplits) return cudaErrorInvalidValue;
       if (const cudaError_t error = parts_[i].run(launch_, params, classes_.of[i], parts_[i].items);
           error != cudaSuccess)
         return error;
-      pieces += parts_[i].tiles * parts_[i].tile_rows * 2;
+      rows_of_tiles += parts_[i].tiles * parts_[i].tile_rows;
     }
     // The fewer query tiles, the more splits each has and the more warps share them. One wave of blocks.
     const int64_t rows = args_.q.rows * args_.heads;
     const int64_t tile = parts_[classes_.count - 1].tile_rows;
     if (args_.split_keys > 0)
-      return RunReduce<8>(params, pieces);  // the order of the sum is part of the bits
-    if (rows <= tile) return RunReduce<16>(params, pieces);
-    if (rows <= 2 * tile) return RunReduce<8>(params, pieces);
-    return RunReduce<4>(params, pieces);
+      return RunReduce<8, 1>(params, rows_of_tiles);  // the order of the sum is part of the bits
+    if (rows <= kSmallQueries) return RunReduce<8, 4>(params, rows_of_tiles);
+    if (rows <= kMiddleQueries) return RunReduce<8, 2>(params, rows_of_tiles);
+    if (rows <= tile) return RunReduce<16, 1>(params, rows_of_tiles);
+    if (rows <= 2 * tile) return RunReduce<8, 1>(params, rows_of_tiles);
+    return RunReduce<4, 1>(params, rows_of_tiles);
   }
 
  private:
@@ -118,8 +122,12 @@ class Layout {
     to.tile_shift = C::kTileShift;
     to.slots = Slots<C>(launch_);
     to.own_length_only = args_.split_keys > 0;
-    to.min_split_keys = kMinSplitKeys;
-    int64_t items = to.slots + tiles;
+    to.min_split_keys = C::kTileRows == kSmallQueries ? kSmallSplitKeys
+                        : queries <= C::kTileRows     ? kSplitKeys
+                                                      : kTilesSplitKeys;
+    to.halves = C::kHalves;
+    // No block too many where that is known: one that waits for a place holds up the reduce kernel's start.
+    int64_t items = sequences == 1 ? std::max<int64_t>(to.slots, tiles) : to.slots + tiles;
     if (to.own_length_only) {
       // A sequence is no longer than its table; a split not so short that there would be too many.
       const int64_t shortest = (args_.table_stride + kMaxSplits - 1) / kMaxSplits;
@@ -129,12 +137,13 @@ class Layout {
     parts_[classes_.count++] = {tiles, items, C::kTileRows, RunPartial<C>};
   }
 
-  template <int kWarps>
-  cudaError_t RunReduce(const VerifyParams& params, int64_t pieces) {
+  template <int kWarps, int kParts>
+  cudaError_t RunReduce(const VerifyParams& params, int64_t rows_of_tiles) {
     constexpr int kBlocks = kWarps == 16 ? 1 : kWarps == 8 ? 2 : 4;  // a multiprocessor holds at once
-    const int64_t blocks = std::min<int64_t>(pieces, int64_t{kBlocks} * launch_.processors);
-    return LaunchAfter(launch_, VerifyReduce<kWarps>, dim3(static_cast<unsigned>(blocks)), dim3(32 * kWarps),
-                       0, params, classes_);
+    const int64_t blocks =
+        std::min<int64_t>(rows_of_tiles * 2 * kParts, int64_t{kBlocks} * launch_.processors);
+    return LaunchAfter(launch_, VerifyReduce<ReduceShape<kWarps, kParts>>,
+                       dim3(static_cast<unsigned>(blocks)), dim3(32 * kWarps), 0, params, classes_);
   }
 
   const Launch& launch_;

@@ -13,6 +13,13 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// threadIdx.x % 32, read at every use instead of kept in a register.
+__device__ __forceinline__ uint32_t LaneIndex() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // Keeps a value in a register where the compiler would compute it again at every use.
 __device__ __forceinline__ uint32_t Pinned(uint32_t x) {
   asm volatile("" : "+r"(x));
@@ -39,6 +46,8 @@ __device__ __forceinline__ uint4 LoadStreamed(const void* from) {
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
+// All copies of this thread have landed.
+__device__ __forceinline__ void CopyAsyncWait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void BarrierInit(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -123,6 +132,14 @@ __device__ __forceinline__ uint4 LoadShared4U(uint32_t address) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ void StoreShared2(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+__device__ __forceinline__ float2 LoadShared2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ float LoadShared(uint32_t address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
@@ -143,6 +160,9 @@ __device__ __forceinline__ uint32_t PackHalf(float low, float high) {
   uint32_t r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
+}
+__device__ __forceinline__ float2 HalfPair(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 __device__ __forceinline__ float LowBf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float HighBf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }

@@ -34,6 +34,8 @@ struct VerifyConfig {
   static constexpr int kMTiles = kMTiles_;
   static constexpr int kGroups = kGroups_;
   static constexpr int kProbParts = kProbParts_;
+  static constexpr bool kHalves =
+      kProbParts == 1;                             // partial results in 16 bits: the probabilities have fewer
   static constexpr int kStages = kStages_;         // latent tiles in the ring
   static constexpr int kRopeStages = kStages - 1;  // rope parts are needed by QK only and die earlier
   static constexpr int kMinBlocks = kMinBlocks_;

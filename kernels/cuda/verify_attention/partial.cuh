@@ -29,6 +29,8 @@ template <class C>
 inline constexpr int kBlocksOf = C::kMinBlocks;
 #endif
 
+inline constexpr int kFewRounds = 16;
+
 // One item of the class `of` a block; blocks beyond the last item leave at once, so the grid need not depend
 // on the lengths.
 //
@@ -63,6 +65,8 @@ __global__ void __launch_bounds__(C::kThreads, kBlocksOf<C>)
     WaitForPrevious();  // no block may end before that, or what comes behind could start too early
     return;
   }
+  // Short of keys the launch leaves room: the reduce kernel and what follows may settle down beside it.
+  if (C::kGroups == 1 || KeyTiles(it.end - it.begin) <= kFewRounds) LaunchDependents();
   if (warp < C::kScoreWarps) {
     ScoreWarp<C>(p, it, base, warp);
   } else {

@@ -1,8 +1,8 @@
 // Last kernel of verify_attention: merges the partial results of a query tile's splits by log-sum-exp.
 //   out = sum_i 2^(m_i - M) O_i / sum_i 2^(m_i - M) l_i,  M = max_i m_i
-// A piece of work is 8 rows x 32 columns of a tile (what one warp store of the partial kernel wrote); the
-// warps of a block share out the splits. Blocks walk over the pieces of all classes. Launched as a
-// programmatic dependent: it plans while the last blocks of the partial kernels run.
+// A piece of work is up to 8 rows x 32 columns of a tile (what one warp store of the partial kernel wrote, or
+// part of it); the warps of a block share out the splits. Launched as a programmatic dependent: it plans
+// while the last blocks of the partial kernels run.
 #pragma once
 
 #include "kernels/cuda/common/ptx.cuh"
@@ -12,14 +12,19 @@
 namespace kdt::cuda {
 
 inline constexpr int kMaxSplits = 512;
-inline constexpr int kAtOnce = 8;  // loads a lane has in flight
+inline constexpr int kAtOnce = 9;  // splits a warp has in flight: a chip's worth of them over 16 warps
 
-// What a block of kReduceWarps warps keeps in shared memory.
-template <int kReduceWarps>
+// How a block merges: kWarps warps share a piece's splits; a piece is 8 / kParts rows x 32 columns, so that
+// few rows occupy many multiprocessors, and a warp takes kParts splits at a time.
+template <int kWarps_, int kParts_>
+struct ReduceShape {
+  static constexpr int kWarps = kWarps_, kParts = kParts_;
+  static constexpr int kLanes = 32 / kParts;  // that hold a piece: a row in four
+};
+template <class S>
 struct ReduceShared {
-  float weight[8][kMaxSplits + 4];
-  float merge[kReduceWarps][8][32];
-  float row_top[kReduceWarps][8], row_sum[kReduceWarps][8];
+  float merge[S::kWarps][8][S::kLanes];
+  float row_top[S::kWarps][8], row_sum[S::kWarps][8];
 };
 
 // Two values of a partial result: their upper halves, and their third bytes at bits 8 * at of `low`. The
@@ -29,125 +34,137 @@ __device__ __forceinline__ float2 PartialPair(uint32_t high, uint32_t low, int a
                      __uint_as_float(__byte_perm(low, high, 0x7600 | (at + 1) << 4 | (at + 1))));
 }
 
-template <int kReduceWarps>
-__device__ void MergePiece(const VerifyParams& p, const VerifyClass& from, const Item& it, int piece,
-                           ReduceShared<kReduceWarps>& shared) {
-  constexpr int kRounds = kReduceWarps == 16 ? 8 : 4;
-  constexpr int kBatch = kRounds * 4 * kReduceWarps;  // splits whose references a block holds in registers
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int g = lane >> 2, t = lane & 3;
-  // piece = ((group * 4 + w) * owners + d) * 4 + n4, as the partial kernel stores; groups are of 32 rows at
-  // most.
-  const int owners = min(4, 1 << (from.tile_shift - 3));
-  const int n4 = piece & 3;
-  const int d = (piece >> 2) & (owners - 1);
-  const int w = (piece >> 2) / owners & 3;
-  const int group = (piece >> 2) / owners >> 2;
-  const int tile_row = (group * owners + d) * 8 + g;
-  const int first_flat = (it.tile << from.tile_shift) + tile_row - g;
-  if (first_flat >= it.rows * p.heads) return;  // rows of padding
+// What one thread has of a sum over splits: eight values of one row, relative to the largest reference it has
+// met.
+template <bool kHalves>
+struct MergedSplits {
+  float top = kNoReference, sum = 0.0f, acc[8] = {};
 
-  // All loads that do not depend on others go out first: references and sums, and the first partials.
-  const int64_t item0 = it.first_item + it.tile;
-  float2 ml[kRounds];
-  auto fetch = [&](int first) {
+  // Adds the splits s0, s0 + kStride, ... below `splits`, kCount at most, all loads first.
+  template <int kCount, int kStride>
+  __device__ __forceinline__ void Add(const float2* ml_from, int64_t ml_step, const uint4* high,
+                                      const uint2* low, int64_t step, int s0, int splits) {
+    float2 ml[kCount];
+    uint4 v[kCount];
+    uint2 v_low[kCount];
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      const int s = first + (i * kReduceWarps + warp) * 4 + t;
+    for (int i = 0; i < kCount; ++i) {
+      const int s = s0 + i * kStride;
       ml[i] = make_float2(kNoReference, 0.0f);
-      if (s < it.splits) {
-        const int64_t item = item0 + static_cast<int64_t>(s) * it.tiles;
-        ml[i] = __ldcg(from.partial_ml + (item << from.tile_shift) + tile_row);
+      v[i] = make_uint4(0, 0, 0, 0), v_low[i] = make_uint2(0, 0);
+      if (s >= splits) continue;
+      ml[i] = __ldcg(ml_from + s * ml_step);
+      v[i] = __ldcg(high + s * step);
+      if (!kHalves) v_low[i] = __ldcg(low + s * step);
+    }
+    float next = top;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) next = fmaxf(next, ml[i].x);
+    const float before = Exp2(top - next);
+    top = next;
+    sum *= before;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) acc[k] *= before;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float f = Exp2(ml[i].x - top);
+      sum += f * ml[i].y;
+      const uint32_t pair[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float2 x =
+            kHalves ? HalfPair(pair[k]) : PartialPair(pair[k], k < 2 ? v_low[i].x : v_low[i].y, 2 * (k & 1));
+        acc[2 * k] += f * x.x;
+        acc[2 * k + 1] += f * x.y;
       }
     }
-  };
-  float top = kNoReference, sum = 0.0f;
-  fetch(0);
-  const int64_t first_value = (item0 << (from.tile_shift + 6)) + piece * 32 + lane;
-  const uint4* const high = from.partial + first_value;
-  const uint2* const low = from.partial_low + first_value;
-  const int64_t step = static_cast<int64_t>(it.tiles) << (from.tile_shift + 6);
-  uint4 v[kAtOnce];
-  uint2 v_low[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    const int s = warp + i * kReduceWarps;
-    v[i] = make_uint4(0, 0, 0, 0), v_low[i] = make_uint2(0, 0);
-    if (s < it.splits) v[i] = __ldcg(high + s * step), v_low[i] = __ldcg(low + s * step);
   }
-  for (int first = 0;;) {
+  // Adds what the lane `other` away has of the same values.
+  __device__ __forceinline__ void AddLane(int other) {
+    const float next = fmaxf(top, __shfl_xor_sync(~0u, top, other));
+    const float before = Exp2(top - next);
+    top = next;
+    sum *= before;
+    sum += __shfl_xor_sync(~0u, sum, other);
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) top = fmaxf(top, ml[i].x);
-    if ((first += kBatch) >= it.splits) break;
-    fetch(first);
-  }
-  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-  top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-  if (t == 0) shared.row_top[warp][g] = top;
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kReduceWarps; ++i) top = fmaxf(top, shared.row_top[i][g]);
-  if (it.splits > kBatch) fetch(0);
-  for (int first = 0;;) {
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      const float factor = Exp2(ml[i].x - top);
-      sum += factor * ml[i].y;
-      const int s = first + (i * kReduceWarps + warp) * 4 + t;
-      if (s < it.splits) shared.weight[g][s] = factor;
+    for (int k = 0; k < 8; ++k) {
+      acc[k] *= before;
+      acc[k] += __shfl_xor_sync(~0u, acc[k], other);
     }
-    if ((first += kBatch) >= it.splits) break;
-    fetch(first);
   }
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  sum += __shfl_xor_sync(~0u, sum, 2);
-  if (t == 0) shared.row_sum[warp][g] = sum;
-  __syncthreads();
+};
 
-  float acc[8] = {};
-  for (int s0 = warp; s0 < it.splits; s0 += kAtOnce * kReduceWarps) {
+// Each warp merges the splits it takes relative to the largest reference among them, the block merges the
+// warps: all loads of a warp are independent, and the block meets once.
+template <class S, bool kHalves>
+__device__ void MergePiece(const VerifyParams& p, const VerifyClass& from, const Item& it, int piece,
+                           ReduceShared<S>& shared) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int l = lane % S::kLanes;
+  // piece / kParts = ((group * 4 + w) * owners + d) * 4 + n4, as the partial kernel stores; groups are of 32
+  // rows at most.
+  const int g = piece % S::kParts * (8 / S::kParts) + (l >> 2), t = l & 3;
+  piece /= S::kParts;
+  const int owners_shift = min(2, from.tile_shift - 3);
+  const int n4 = piece & 3;
+  const int d = (piece >> 2) & ((1 << owners_shift) - 1);
+  const int w = (piece >> 2 >> owners_shift) & 3;
+  const int group = piece >> 4 >> owners_shift;
+  const int tile_row = (((group << owners_shift) + d) << 3) + g;
+  const int flat = (it.tile << from.tile_shift) + tile_row;
+  if (flat - (l >> 2) >= it.rows * p.heads) return;  // rows of padding, for all lanes
+
+  const int64_t item0 = it.first_item + it.tile;
+  const int ml_shift = from.tile_shift + (kHalves ? 2 : 0);
+  const float2* const ml_from =
+      from.partial_ml + (item0 << ml_shift) + (kHalves ? w << from.tile_shift : 0) + tile_row;
+  const int64_t first_value = (item0 << (from.tile_shift + 6)) + piece * 32 + g * 4 + t;
+  const int64_t step = static_cast<int64_t>(it.tiles) << (from.tile_shift + 6);
+  const int64_t ml_step = static_cast<int64_t>(it.tiles) << ml_shift;
+  MergedSplits<kHalves> merged;
+  constexpr int kStride = S::kWarps * S::kParts;
+#pragma unroll 1
+  for (int s = warp * S::kParts + lane / S::kLanes; s < it.splits; s += kAtOnce * kStride)
+    merged.template Add<kAtOnce, kStride>(ml_from, ml_step, from.partial + first_value,
+                                          from.partial_low + first_value, step, s, it.splits);
+  __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int s = s0 + i * kReduceWarps;
-      if (s < it.splits) {
-        const float f = shared.weight[g][s];
-        const uint32_t pair[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+  for (int other = S::kLanes; other < 32; other *= 2) merged.AddLane(other);
+  if (lane < S::kLanes) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const float2 x = PartialPair(pair[k], k < 2 ? v_low[i].x : v_low[i].y, 2 * (k & 1));
-          acc[2 * k] += f * x.x;
-          acc[2 * k + 1] += f * x.y;
-        }
-        const int next = s + kAtOnce * kReduceWarps;
-        if (next < it.splits) v[i] = __ldcg(high + next * step), v_low[i] = __ldcg(low + next * step);
-      }
+    for (int k = 0; k < 8; ++k) shared.merge[warp][k][l] = merged.acc[k];
+    if (t == 0) {
+      shared.row_top[warp][l >> 2] = merged.top;
+      shared.row_sum[warp][l >> 2] = merged.sum;
     }
   }
-#pragma unroll
-  for (int k = 0; k < 8; ++k) shared.merge[warp][k][lane] = acc[k];
   __syncthreads();
-  // Warp k writes columns 8 k + 2 t, + 1 of the 32.
-  const int flat = first_flat + g;
-  if (warp >= 4 || flat >= it.rows * p.heads) return;
+  // Four threads for each lane of the piece: the k-th writes columns 8 k + 2 t, + 1 of the 32.
+  const int k = threadIdx.x / S::kLanes;
+  if (k >= 4 || flat >= it.rows * p.heads) return;
+  float top = kNoReference;
+#pragma unroll
+  for (int i = 0; i < S::kWarps; ++i) top = fmaxf(top, shared.row_top[i][l >> 2]);
   float total = 0.0f, a = 0.0f, b = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kReduceWarps; ++i) {
-    total += shared.row_sum[i][g];
-    a += shared.merge[i][2 * warp][lane];
-    b += shared.merge[i][2 * warp + 1][lane];
+  for (int i = 0; i < S::kWarps; ++i) {
+    const float f = Exp2(shared.row_top[i][l >> 2] - top);
+    total += f * shared.row_sum[i][l >> 2];
+    a += f * shared.merge[i][2 * k][l];
+    b += f * shared.merge[i][2 * k + 1][l];
   }
   const float inverse = total > 0.0f || total != total ? 1.0f / total : 0.0f;
-  uint16_t* to = p.out + (it.row0 + flat / p.heads) * p.out_stride + (flat % p.heads) * kLatent + 128 * w +
-                 (4 * n4 + warp) * 8 + 2 * t;
+  const int row = RowOf(p, flat);
+  uint16_t* to = p.out + (it.row0 + row) * p.out_stride + (flat - row * p.heads) * kLatent + 128 * w +
+                 (4 * n4 + k) * 8 + 2 * t;
   *reinterpret_cast<uint32_t*>(to) = PackBf16(a * inverse, b * inverse);
 }
 
-// kReduceWarps warps share a tile's splits: 16 for one query tile, 8 for two, 4 where tiles alone fill the
-// chip.
-template <int kReduceWarps>
-__global__ void __launch_bounds__(32 * kReduceWarps)
+// Blocks walk over the pieces of all classes.
+template <class S>
+__global__ void __launch_bounds__(32 * S::kWarps)
     VerifyReduce(const __grid_constant__ VerifyParams p, const __grid_constant__ VerifyClasses classes) {
-  __shared__ ReduceShared<kReduceWarps> shared;
+  __shared__ ReduceShared<S> shared;
   LaunchDependents();
   bool waited = false;
   int index = blockIdx.x;
@@ -155,14 +172,20 @@ __global__ void __launch_bounds__(32 * kReduceWarps)
   for (int i = 0; i < classes.count; ++i) {
     const VerifyClass& from = classes.of[i];
     Planner planner(p, from);
-    const int pieces = planner.tiles() << (from.tile_shift + 1);
+    const int tile_pieces = S::kParts * 2 << from.tile_shift;
+    const int pieces = planner.tiles() * tile_pieces;
     for (; index < pieces; index += gridDim.x) {
-      const Item it = planner.Find(index >> (from.tile_shift + 1), true);
+      const Item it = planner.Find(index / tile_pieces, true);
       if (it.splits == 1) continue;
       if (!waited) WaitForPrevious();
       waited = true;
       __syncthreads();  // the piece before has been written
-      MergePiece<kReduceWarps>(p, from, it, index & ((2 << from.tile_shift) - 1), shared);
+      const int piece = index & (tile_pieces - 1);
+      if (from.halves) {
+        MergePiece<S, true>(p, from, it, piece, shared);
+      } else {
+        MergePiece<S, false>(p, from, it, piece, shared);
+      }
     }
     index -= pieces;
   }

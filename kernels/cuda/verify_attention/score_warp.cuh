@@ -13,7 +13,7 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
   constexpr int kMTiles = C::kMTiles;
   const int lane = threadIdx.x & 31;
   const int group = warp >> 1, half = warp & 1;
-  const int rounds = KeyTiles(it.end - it.begin);
+  const int rounds = __shfl_sync(~0u, KeyTiles(it.end - it.begin), 0);  // in a uniform register
   WaitForPrevious();
 
   // Queries, 64 columns at a time: rows come in with 16-byte loads and leave as A fragments.
@@ -23,7 +23,7 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
     const int flat_rows = it.rows * p.heads;
     const uint32_t staging = base + C::kStagingAt + warp * C::kStagingPiece;
     constexpr int kLoads = kMTiles * 4;  // a lane's 16-byte loads for 64 columns
-    uint4 in[2][kLoads];
+    uint4 in[4][kLoads];
     int src[kLoads];  // elements from p.q, negative: no such row
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -46,15 +46,25 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
         StoreShared4U(to + row * 128 + (((lane & 7) ^ (row & 7)) << 4), from[i]);
       }
     };
-    fetch(half * 256, in[0]);
+    // Everything is on its way before anything is needed: a part's registers become its fragments'.
     if (half == 0) {
-      fetch(kLatent, in[1]);
-      put(base + C::kQueryRopeAt + group * C::kGroupRows * 128, in[1]);
+      const uint32_t to = base + C::kQueryRopeAt + group * C::kGroupRows * 128;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int row = i * 4 + (lane >> 3);
+        const uint32_t at = to + row * 128 + (((lane & 7) ^ (row & 7)) << 4);
+        if (src[i] >= 0) {
+          CopyAsync16(at, p.q + src[i] + kLatent);
+        } else {
+          StoreShared4U(at, make_uint4(0, 0, 0, 0));
+        }
+      }
     }
 #pragma unroll
+    for (int part = 0; part < 4; ++part) fetch(half * 256 + part * 64, in[part]);
+#pragma unroll
     for (int part = 0; part < 4; ++part) {
-      if (part < 3) fetch(half * 256 + (part + 1) * 64, in[(part + 1) & 1]);
-      put(staging, in[part & 1]);
+      put(staging, in[part]);
       __syncwarp();
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
@@ -66,6 +76,7 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
       }
       __syncwarp();
     }
+    CopyAsyncWait();
     NamedBarrier(1 + C::kGroups, 32 * C::kScoreWarps);  // the rope part is shared
   }
 
@@ -75,15 +86,18 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
                              (((4 * half + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
   const uint32_t query_lane = base + C::kQueryRopeAt + (group * C::kGroupRows + (lane & 15)) * 128 +
                               (((4 * half + (lane >> 4)) ^ (lane & 7)) << 4);
-  const uint32_t score_lane = base + C::kScoresAt + group * 2 * C::kScores + half * C::kScoreHalf + lane * 16;
+  const uint32_t score_base = base + C::kScoresAt + group * 2 * C::kScores + half * C::kScoreHalf;
   const uint32_t scores_full = base + C::kScoresFullAt + group * 16,
                  scores_empty = base + C::kScoresEmptyAt + group * 16;
 
+  // A lone row tile has sums of its own for odd steps: chains of products half as long.
+  constexpr bool kTwoChains = kMTiles == 1;
   for (int round = 0; round < rounds; ++round) {
     BarrierWait(base + C::kFullAt + 8 * (round % C::kStages), (round / C::kStages) & 1);
-    float s[kMTiles][2][4];
+    float s[kTwoChains ? 2 : kMTiles][2][4];
+    const auto sum_of = [](int m, int k) { return kTwoChains ? k & 1 : m; };
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
+    for (int m = 0; m < (kTwoChains ? 2 : kMTiles); ++m)
 #pragma unroll
       for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -97,8 +111,8 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
       for (int m = 0; m < kMTiles; ++m) {
         uint32_t a[4];
         LoadMatrix4(a, (query_lane ^ (k << 5)) + m * 16 * 128);
-        MmaBf16(s[m][0], a, b[0], b[1]);
-        MmaBf16(s[m][1], a, b[2], b[3]);
+        MmaBf16(s[sum_of(m, k)][0], a, b[0], b[1]);
+        MmaBf16(s[sum_of(m, k)][1], a, b[2], b[3]);
       }
     }
     const uint32_t from = latent_lane + round % C::kStages * C::kLatentStage;
@@ -109,12 +123,19 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
     for (int k = 0; k < 16; ++k) {
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
-        MmaBf16(s[m][0], q[m][k], b[k & 1][0], b[k & 1][1]);
-        MmaBf16(s[m][1], q[m][k], b[k & 1][2], b[k & 1][3]);
+        MmaBf16(s[sum_of(m, k)][0], q[m][k], b[k & 1][0], b[k & 1][1]);
+        MmaBf16(s[sum_of(m, k)][1], q[m][k], b[k & 1][2], b[k & 1][3]);
       }
       if (k < 14) LoadMatrix4(b[k & 1], (from ^ (((k + 2) & 3) << 5)) + ((k + 2) >> 2) * 128);
     }
+    if (kTwoChains) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[0][n][c] += s[1][n][c];
+    }
     const int buffer = round & 1;
+    const uint32_t score_lane = score_base + LaneIndex() * 16;  // anew: there is no register to keep it
     if (round >= 2) BarrierWait(scores_empty + 8 * buffer, (round / 2 - 1) & 1);
       // 8 rows of scores for each owner, in the order its lanes want them.
 #pragma unroll
@@ -126,6 +147,10 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
     BarrierArrive(scores_full + 8 * buffer);
     BarrierArrive(base + C::kRopeEmptyAt + 8 * (round % C::kRopeStages));
   }
+  // The value warps have two rounds and their stores to go: as long as the reduce kernel takes to plan.
+  // Earlier its blocks, and those of what comes behind, would take room and memory bandwidth from this
+  // kernel.
+  LaunchDependents();
 }
 
 }  // namespace kdt::cuda

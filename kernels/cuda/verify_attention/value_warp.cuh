@@ -2,6 +2,8 @@
 // of it.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/verify_attention/config.cuh"
 #include "kernels/cuda/verify_attention/plan.cuh"
@@ -17,6 +19,42 @@ __device__ inline bool Visible(const VerifyParams& p, const Item& it, int row, i
   if (p.causal[it.sequence] != 0) return node <= row;
   const uint64_t* bits = p.ancestor_bits + static_cast<int64_t>(it.row0 + row) * 4;
   return (bits[node >> 6] >> (node & 63)) & 1;
+}
+
+// Stores the first `owners` eighths of a warp's outputs in float16, brought to the largest exponent that
+// holds a row's part. With e = that exponent less 14, the values are O 2^-e, the reference m + e and the sum
+// l 2^-e: sum_i 2^(m_i - M) O_i and the same sum of l_i, from which the result comes, both keep their
+// meaning. `row_results` has m and l of the group's rows, 512 bytes apart for every 8.
+template <class C>
+__device__ __forceinline__ void StoreHalves(const VerifyClass& out, const float (&o)[C::kMTiles][16][4],
+                                            uint32_t row_results, int64_t first, int group, int w,
+                                            int owners) {
+  const int lane = threadIdx.x & 31, g = lane >> 2;
+#pragma unroll
+  for (int d = 0; d < C::kOwners; ++d) {
+    if (d >= owners) break;
+    const int m = d >> 1, c = 2 * (d & 1);
+    float top = 0.0f;
+#pragma unroll
+    for (int n = 0; n < 16; ++n) top = fmaxf(top, fmaxf(fabsf(o[m][n][c]), fabsf(o[m][n][c + 1])));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    const int e = max(-100, min(112, static_cast<int>(__float_as_uint(top) >> 23) - 127 - 14));
+    const float factor = __uint_as_float(static_cast<uint32_t>(127 - e) << 23);
+#pragma unroll
+    for (int n4 = 0; n4 < 4; ++n4) {
+      uint32_t h[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        h[k] = PackHalf(o[m][4 * n4 + k][c] * factor, o[m][4 * n4 + k][c + 1] * factor);
+      out.partial[first + (d * 4 + n4) * 32] = make_uint4(h[0], h[1], h[2], h[3]);
+    }
+    if ((lane & 3) == 0) {
+      const float2 ml = LoadShared2(row_results + d * 512 + g * 8);
+      out.partial_ml[(static_cast<int64_t>(blockIdx.x) * 4 + w) * C::kTileRows + group * C::kGroupRows +
+                     8 * d + g] = make_float2(ml.x + static_cast<float>(e), ml.y * factor);
+    }
+  }
 }
 
 // Value warp: group = warp / 4, 128 output columns = warp % 4.
@@ -84,6 +122,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
   // Which of this lane's four keys of a round its row sees; all of them in all but the last rounds.
   auto visible = [&](int round) {
     if (round < dense_rounds || w >= C::kOwners) return 15;
+    if (round >= rounds) return 0;  // behind the last round
     const int row = RowOf(p, min(first_flat + 8 * w + g, it.rows * p.heads - 1));
     int bits = 0;
 #pragma unroll 1
@@ -194,7 +233,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
     for (int i = 0; i < 4; ++i) x[i] = Exp2(x[i] - reference);
     store_probabilities(0, x);
   }
-  for (int round = 0; round + 1 < rounds; ++round) {
+  const auto step = [&](int round, auto masked) {
     const int parity = round & 1, next = round + 1;
     const bool any_moved = NamedBarrierOr(1 + group, 128, moved);
     const int fetch = round + C::kStages - 1;
@@ -206,17 +245,19 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
       load(fetch);
     }
     if (any_moved) rescale_outputs(parity);
-    const int bits = visible(next);
-    BarrierWait(scores_full + 8 * (next & 1), (next >> 1) & 1);
+    const int bits = decltype(masked)::value ? visible(next) : 15;
+    if (!decltype(masked)::value || next < rounds) BarrierWait(scores_full + 8 * (next & 1), (next >> 1) & 1);
     float x[4], top;
     values(round, parity, [&](int j) {
       switch (j) {
         case 1: {
+          __syncwarp();
           const float4 low = load_scores(next & 1, 0);
           x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
           break;
         }
         case 2:
+          __syncwarp();
           mask_scores(x, load_scores(next & 1, 1), bits);
           top = row_top(x);
           break;
@@ -236,15 +277,26 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
       }
     });
     WarpArrive(lane, scores_empty + 8 * (next & 1), empty + 8 * (round % C::kStages));
+  };
+  int round = 0;
+  // The middle configuration has no registers left for two loops.
+  if constexpr (C::kMTiles == 1 || C::kProbParts == 1) {
+#pragma unroll 1
+    for (; round + 1 < dense_rounds; ++round) step(round, std::false_type{});
   }
-  if (NamedBarrierOr(1 + group, 128, moved)) rescale_outputs((rounds - 1) & 1);
-  values(rounds - 1, (rounds - 1) & 1, [](int) {});
-  LaunchDependents();  // not earlier: the reduce kernel's blocks would take room from this kernel's
+#pragma unroll 1
+  for (; round < rounds; ++round) step(round, std::true_type{});
 
-  // Row sums, then the result itself (one split) or a partial of it.
+  // The result itself (one split) or a partial of it.
   const int flat_rows = it.rows * p.heads;
   sum += __shfl_xor_sync(~0u, sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);
+  // References and sums for the other warps, in the place of the last scores of the same rows.
+  const uint32_t row_results = base + C::kScoresAt + group * 2 * C::kScores + ((rounds - 1) & 1) * C::kScores;
+  if (C::kHalves && it.splits > 1) {
+    if (t == 0) StoreShared2(row_results + w * 512 + g * 8, reference, sum);
+    NamedBarrier(1 + group, 128);
+  }
   if (it.splits == 1) {
     const uint32_t inverses = base + C::kFactorsAt + group * 2 * C::kFactors;
     NamedBarrier(1 + group, 128);  // all warps have read the last factors
@@ -267,31 +319,37 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
     }
     return;
   }
-  const int64_t item_row = static_cast<int64_t>(blockIdx.x) * C::kTileRows + group * C::kGroupRows;
-  if (w < C::kOwners && t == 0) out.partial_ml[item_row + 8 * w + g] = make_float2(reference, sum);
-  const int64_t first =
-      (static_cast<int64_t>(blockIdx.x) * C::kTileRows + (group * 4 + w) * 4 * kMTiles) * 64 + lane;
-  uint4* const high = out.partial + first;
-  uint2* const low = out.partial_low + first;
+  if constexpr (C::kHalves) {
+    const int64_t first =
+        (static_cast<int64_t>(blockIdx.x) * C::kTileRows + (group * 4 + w) * 4 * kMTiles) * 64 + lane;
+    StoreHalves<C>(out, o, row_results, first, group, w, (flat_rows - first_flat + 7) / 8);
+  } else {
+    const int64_t item_row = static_cast<int64_t>(blockIdx.x) * C::kTileRows + group * C::kGroupRows;
+    if (w < C::kOwners && t == 0) out.partial_ml[item_row + 8 * w + g] = make_float2(reference, sum);
+    const int64_t first =
+        (static_cast<int64_t>(blockIdx.x) * C::kTileRows + (group * 4 + w) * 4 * kMTiles) * 64 + lane;
+    uint4* const high = out.partial + first;
+    uint2* const low = out.partial_low + first;
 #pragma unroll
-  for (int d = 0; d < C::kOwners; ++d) {
-    if (first_flat + 8 * d >= flat_rows) break;  // rows of padding are not read
-    const int m = d >> 1, c = 2 * (d & 1);
+    for (int d = 0; d < C::kOwners; ++d) {
+      if (first_flat + 8 * d >= flat_rows) break;
+      const int m = d >> 1, c = 2 * (d & 1);
 #pragma unroll
-    for (int n4 = 0; n4 < 4; ++n4) {
-      uint32_t x[8], h[4];
+      for (int n4 = 0; n4 < 4; ++n4) {
+        uint32_t x[8], h[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        x[2 * k] = __float_as_uint(o[m][4 * n4 + k][c]);
-        x[2 * k + 1] = __float_as_uint(o[m][4 * n4 + k][c + 1]);
-        h[k] = __byte_perm(x[2 * k], x[2 * k + 1], 0x7632);
+        for (int k = 0; k < 4; ++k) {
+          x[2 * k] = __float_as_uint(o[m][4 * n4 + k][c]);
+          x[2 * k + 1] = __float_as_uint(o[m][4 * n4 + k][c + 1]);
+          h[k] = __byte_perm(x[2 * k], x[2 * k + 1], 0x7632);
+        }
+        high[(d * 4 + n4) * 32] = make_uint4(h[0], h[1], h[2], h[3]);
+        // The next eight bits of each value; the last eight are dropped.
+        const auto third_bytes = [](const uint32_t* v) {
+          return __byte_perm(__byte_perm(v[0], v[1], 0x0051), __byte_perm(v[2], v[3], 0x0051), 0x5410);
+        };
+        low[(d * 4 + n4) * 32] = make_uint2(third_bytes(x), third_bytes(x + 4));
       }
-      high[(d * 4 + n4) * 32] = make_uint4(h[0], h[1], h[2], h[3]);
-      // The next eight bits of each value; the last eight are dropped.
-      const auto third_bytes = [](const uint32_t* v) {
-        return __byte_perm(__byte_perm(v[0], v[1], 0x0051), __byte_perm(v[2], v[3], 0x0051), 0x5410);
-      };
-      low[(d * 4 + n4) * 32] = make_uint2(third_bytes(x), third_bytes(x + 4));
     }
   }
 }
