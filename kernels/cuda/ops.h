@@ -35,8 +35,10 @@ struct Launch {
   unsigned* counters;  // kCounters zeros; every op leaves them zero
 };
 inline constexpr int kCounters = 16384;
-// Behind the counters: what the experts' kernel keeps from launch to launch (zeros at the start).
-inline constexpr int kMoeState = 2 + 2 * (1024 + 1);
+// Behind the counters: what the experts' kernel keeps from launch to launch (zeros at the start): two words, for each of
+// two phases 1024 + 2, and activations on their way from block to block, two words each pair of them.
+inline constexpr int kMoePhaseWords = 1024 + 2, kMoeMailWords = 2 * 8192;
+inline constexpr int kMoeState = 4 + 2 * kMoePhaseWords + kMoeMailWords;
 inline constexpr int kAllCounters = kCounters + kMoeState;
 
 cudaError_t Embedding(const Launch& launch, const kernels::EmbeddingArgs& args);

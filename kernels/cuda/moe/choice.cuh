@@ -28,9 +28,28 @@ __device__ __forceinline__ void PrepareChoice(int* counts) {
 // pair = row * top_k + k. PrepareChoice has been called, with a barrier between. The order of an expert's
 // pairs does not matter to any result. The whole block calls it; the caller synchronises afterwards.
 __device__ __forceinline__ void MakeChoice(Choice& choice, uint16_t* pairs_out, int* counts,
-                                           const int32_t* ids, int pairs, int first_expert, int experts) {
+                                           const int32_t* ids, int pairs, bool one_row, int first_expert,
+                                           int experts) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const auto held = [&](int e) { return e >= first_expert && e < first_expert + experts; };
+  if (one_row && pairs <= 32) {
+    // Its experts are all different and rise already.
+    if (warp > 0) return;
+    const int e = lane < pairs ? ids[lane] : -1;
+    const unsigned all = __ballot_sync(~0u, held(e));
+    const int at = __popc(all & ((1u << lane) - 1));
+    if (held(e)) {
+      choice.expert[at] = static_cast<uint16_t>(e - first_expert);
+      pairs_out[at] = static_cast<uint16_t>(lane);
+    }
+    choice.begin[lane] = static_cast<uint16_t>(lane);
+    if (lane == 0) {
+      choice.active = __popc(all);
+      choice.begin[32] = 32;
+      choice.held = all;
+    }
+    return;
+  }
   // Up to a pair a thread, its place among its expert's is what the count was.
   const int mine = tid < pairs ? ids[tid] - first_expert : -1;
   const bool some = mine >= 0 && mine < experts;

@@ -14,6 +14,7 @@
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/moe/choice.cuh"
 #include "kernels/cuda/moe/int4.cuh"
+#include "kernels/cuda/ops.h"
 
 namespace kdt::cuda {
 
@@ -25,8 +26,25 @@ inline constexpr int kMaxTeams = kSlicesEach;
 inline constexpr int kTickets = 4;     // of a team, in its ring
 inline constexpr int kDirectTeam = 8;  // warps that share the experts of a tile of down
 inline constexpr int kDirectTeams = kMoeWarps / kDirectTeam;
-inline constexpr int kStep = 8;      // groups a warp has in registers or under way
-inline constexpr int kGateStep = 7;  // the same in gate_up where widths fit
+inline constexpr int kStep = 8;            // groups a warp has in registers or under way
+inline constexpr int kGateStep = 7;        // the same in gate_up where widths fit
+inline constexpr int kSharedPairs = 2816;  // of a launch whose list of pairs lies in shared memory
+inline constexpr int kMaxPairs = 4096;     // of any
+inline constexpr int kMaxBlocks = 256;
+
+// Forms of the kernel. Where `widths fit` every step of a warp has all its groups.
+enum class Form {
+  kFewest,  // a team is the whole block, activations go by mail (mail.cuh); else as kFew
+  kFew,     // a tile of down for all experts, summed in the block
+  kMany,    // products go to memory, and a second kernel sums
+  kMost,    // as kMany, with lists of pairs in the workspace
+  kRagged,  // as kMany, for any widths
+};
+inline constexpr int kFewestRows = 2, kFewRows = 4, kDirectPairs = 64;  // the most for kFewest and kFew
+static_assert(kFewRows <= kDirectTeam);
+__host__ __device__ constexpr bool IsDirect(Form form) { return form == Form::kFewest || form == Form::kFew; }
+// A warp's slices of a tile of gate_up.
+__host__ __device__ constexpr int SlicesEach(Form form) { return form == Form::kFewest ? 1 : kSlicesEach; }
 
 struct MoeParams {
   const bf16* x;
@@ -41,22 +59,22 @@ struct MoeParams {
   // So many steps before a team ends a tile of gate_up, its last warp draws the next one, and all take it: as
   // late as may be, because who is ahead of others shall take from them.
   int draw_at, take_at;
-  int slices_each, team_warps;  // 1 or kSlicesEach: a team is the whole block or a part
-  bool direct;  // few rows: a tile of down for all experts, summed in the block; else products go to memory
-  bf16* activation;  // [pairs, inner]
-  float* product;    // [pairs, hidden], not with direct
+  uint16_t* pairs;   // [blocks, pairs], with kMost: blocks differ in the order of an expert's pairs
+  bf16* activation;  // [pairs, inner], not with kFewest
+  float* product;    // [pairs, hidden], with kMany, kMost and kRagged
   void* out;
   int64_t out_stride;
   bool out_is_float, accumulate;
-  // kMoeState words: the next ticket of gate_up with a phase bit, and for each phase a counter of finished
-  // tiles of gate_up by active expert and the next ticket of down. Launches take turns with the phases: each
-  // clears the other's words, so that none has to clean up at its end.
+  // kMoeState words: the next ticket of gate_up with a phase bit; for each phase a counter of finished tiles
+  // of gate_up by active expert, the next ticket of down and the number of the launch; the mail. Launches
+  // take turns with the phases: each clears the other's words, so that none has to clean up at its end.
   unsigned* state;
 };
 inline constexpr unsigned kPhaseBit = 1u << 31;
-inline constexpr int kPhaseWords = kMaxExperts + 1;
-__device__ __forceinline__ unsigned* DoneCounters(const MoeParams& p, unsigned phase) {
-  return p.state + 2 + (phase == 0 ? 0 : kPhaseWords);
+inline constexpr int kDownTicket = kMaxExperts, kLaunchNumber = kMaxExperts + 1;
+static_assert(kMoePhaseWords == kMaxExperts + 2);
+__device__ __forceinline__ unsigned* PhaseWords(const MoeParams& p, unsigned phase) {
+  return p.state + 4 + (phase == 0 ? 0 : kMoePhaseWords);
 }
 
 __device__ __forceinline__ unsigned GateItems(const MoeParams& p, const Choice& choice) {
@@ -77,11 +95,11 @@ struct Runs {
   }
 };
 
-// Every team draws exactly one ticket past the end. After the last of these no one draws any more in this
-// launch.
-__device__ __forceinline__ void ResetAfterLast(const MoeParams& p, const Choice& choice, unsigned phase,
-                                               unsigned ticket) {
-  if (ticket == GateItems(p, choice) + gridDim.x * static_cast<unsigned>(p.slices_each) - 1)
+// Every one of a block's `teams` draws exactly one ticket past the end. After the last of these no one draws
+// any more in this launch.
+__device__ __forceinline__ void ResetAfterLast(const MoeParams& p, const Choice& choice, int teams,
+                                               unsigned phase, unsigned ticket) {
+  if (ticket == GateItems(p, choice) + gridDim.x * static_cast<unsigned>(teams) - 1)
     *p.state = phase ^ kPhaseBit;
 }
 
