@@ -14,8 +14,7 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int kTileOuts = 32;  // of a block
-constexpr int kMaxSplits = 8;
+constexpr int kTileOuts = 32;   // of a block
 constexpr int kGatedRows = 16;  // more: the activation is made once, not in every block
 
 // Blocks beside a product that choose the experts of rows, as many as they have whole groups of threads for.
@@ -54,10 +53,10 @@ int Slots(int processors) {
 // last wave, or else those that leave the fewest empty. By the shape of W alone: a row's bits depend on it.
 // Of more than four only eight, so that WholeKernel can do the same.
 int Splits(int tiles, int pieces, int slots) {
-  const int most = std::clamp((pieces + 1) / 5, 1, kMaxSplits);
+  const int most = std::clamp((pieces + 1) / 5, 1, kMaxShares);
   int best = 1;
   double best_fill = 0;
-  for (int splits = 1; splits <= most; splits = splits == 4 ? kMaxSplits : splits + 1) {
+  for (int splits = 1; splits <= most; splits = splits == 4 ? kMaxShares : splits + 1) {
     const int blocks = tiles * splits;
     const double fill = static_cast<double>(blocks) / (Blocks(blocks, slots) * slots);
     if (fill > best_fill) best = splits, best_fill = fill;
@@ -102,14 +101,21 @@ template <int kTiles, int kRounds, int kAhead, typename Others>
 cudaError_t Wide(const Launch& launch, StreamParams p, const Others& others) {
   using S = WideShape<kTiles, kRounds, kAhead>;
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
+  const int row_blocks = Blocks(p.rows, S::kRows);
   if constexpr (!std::is_same_v<Others, NoOthers>)
-    p.others = Blocks(others.p.rows, S::kThreads / kChoiceThreads);
-  return LaunchAfter(launch, WideKernel<S, Others>, dim3(1, p.others + tiles * p.splits), dim3(S::kThreads),
-                     S::kShared, p, others);
+    p.others = Blocks(others.p.rows, row_blocks * (S::kThreads / kChoiceThreads));
+  return LaunchAfter(launch, WideKernel<S, Others>, dim3(row_blocks, p.others + tiles * p.splits),
+                     dim3(S::kThreads), S::kShared, p, others);
 }
 template <typename Others>
 cudaError_t WideFor(const Launch& launch, const StreamParams& p, const Others& others) {
   return p.rows <= 16 ? Wide<2, 8, 4>(launch, p, others) : Wide<4, 6, 3>(launch, p, others);
+}
+// Whether blocks of 64 outputs are the better ones for more than eight rows: where they fill the chip once,
+// and for many rows always.
+bool IsWide(const Launch& launch, const StreamParams& p) {
+  const int blocks = p.splits * (Blocks(p.part[0].outs, 64) + Blocks(p.part[1].outs, 64));
+  return blocks * 2 > launch.processors && (p.rows > 32 || blocks <= launch.processors);
 }
 
 StreamPart Part(const bf16* w, int64_t outs, int64_t w_stride, const kernels::Tensor& y, int64_t y_head) {
@@ -157,10 +163,7 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const Others& o
       return p.rows <= kGatedRows ? ForRows<2, true>(launch, p, heads, others) : cudaErrorInvalidValue;
     }
   }
-  const int wide_blocks = p.splits * (Blocks(p.part[0].outs, 64) + Blocks(p.part[1].outs, 64));
-  if (p.rows > 8 && p.rows <= 32 && heads == 1 && wide_blocks <= launch.processors &&
-      wide_blocks * 2 > launch.processors)
-    return WideFor(launch, p, others);
+  if (p.rows > kWholeRows && heads == 1 && IsWide(launch, p)) return WideFor(launch, p, others);
   if (p.rows > 16) return ForRows<4, false>(launch, p, heads, others);
   return p.rows > 8 ? ForRows<2, false>(launch, p, heads, others)
                     : ForRows<1, false>(launch, p, heads, others);

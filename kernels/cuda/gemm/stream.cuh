@@ -148,6 +148,8 @@ __device__ __forceinline__ bool ComesLast(unsigned* counter, int count) {
   return last;
 }
 
+inline constexpr int kMaxShares = 8;  // blocks that share the inputs of a tile
+
 // A block's place: a tile of outputs (from output block_out of its part on), rows, and a share of the inputs.
 struct TilePlace {
   int tile, split, first_row, rows, block_out;
@@ -206,16 +208,26 @@ __device__ __forceinline__ void FinishTile(const StreamParams& p, const StreamPa
   // The block that comes last adds the shares up, in order.
   const int tiles = (gridDim.y - p.others) / p.splits;
   if (!ComesLast(p.counters + (blockIdx.z * gridDim.x + blockIdx.x) * tiles + at.tile, p.splits)) return;
-  finish([&](int row, int out) {
-    const float* from = p.partial + partial_at(row, out);
-    float4 sum = __ldcg(reinterpret_cast<const float4*>(from));
-#pragma unroll 4
-    for (int s = 1; s < p.splits; ++s) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(from + s * share));
-      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
-    }
-    return sum;
-  });
+  const auto add_shares = [&]<int kShares>(std::integral_constant<int, kShares>) {
+    finish([&](int row, int out) {
+      const float* const from = p.partial + partial_at(row, out);
+      float4 v[kShares];  // all on their way at once, those past the last one for nothing
+#pragma unroll
+      for (int s = 0; s < kShares; ++s)
+        v[s] = __ldcg(reinterpret_cast<const float4*>(from + (s < p.splits ? s : 0) * share));
+      float4 sum = v[0];
+#pragma unroll
+      for (int s = 1; s < kShares; ++s) {
+        if (s < p.splits) sum = make_float4(sum.x + v[s].x, sum.y + v[s].y, sum.z + v[s].z, sum.w + v[s].w);
+      }
+      return sum;
+    });
+  };
+  if (p.splits <= 4) {
+    add_shares(std::integral_constant<int, 4>{});
+  } else {
+    add_shares(std::integral_constant<int, kMaxShares>{});
+  }
 }
 
 // What the blocks in front do (StreamParams.others).
