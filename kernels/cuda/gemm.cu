@@ -111,11 +111,11 @@ template <typename Others>
 cudaError_t WideFor(const Launch& launch, const StreamParams& p, const Others& others) {
   return p.rows <= 16 ? Wide<2, 8, 4>(launch, p, others) : Wide<4, 6, 3>(launch, p, others);
 }
-// Whether blocks of 64 outputs are the better ones for more than eight rows: where they fill the chip once,
-// and for many rows always.
+// Whether tiles of 64 outputs are the better ones for more than eight rows: for many rows always, else where
+// they fill the chip once and leave room for blocks of the next kernel.
 bool IsWide(const Launch& launch, const StreamParams& p) {
   const int blocks = p.splits * (Blocks(p.part[0].outs, 64) + Blocks(p.part[1].outs, 64));
-  return blocks * 2 > launch.processors && (p.rows > 32 || blocks <= launch.processors);
+  return blocks * 2 > launch.processors && (p.rows > 32 || blocks * 8 <= launch.processors * 7);
 }
 
 StreamPart Part(const bf16* w, int64_t outs, int64_t w_stride, const kernels::Tensor& y, int64_t y_head) {

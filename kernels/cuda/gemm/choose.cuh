@@ -48,8 +48,8 @@ __device__ __forceinline__ int AtLeast(const uint4& four, uint32_t key) {
   return (four.x >= key) + (four.y >= key) + (four.z >= key) + (four.w >= key);
 }
 
-// Called by kChoiceThreads threads, 0 .. kChoiceThreads - 1 of a block. Experts up to kPerLane *
-// kChoiceThreads.
+// Called by kChoiceThreads threads of a block, from a multiple of that number on. Experts up to
+// kPerLane * kChoiceThreads.
 template <int kPerLane>
 __device__ __forceinline__ void ChooseRow(const ChoiceParams& p, int row, ChoiceRoom<kPerLane>& room) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % kChoiceWarps;
