@@ -206,7 +206,7 @@ __device__ __forceinline__ void Absorb(const AbsorbedQuery& p, const uint4* weig
 }
 
 template <int kTiles>
-__global__ void __launch_bounds__(kThreads, kTiles <= 2 ? 2 : 1)
+__global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
     MlaQueryKernel(const __grid_constant__ Params p) {
   __shared__ Shared<kTiles> shared;
   LaunchDependents();
