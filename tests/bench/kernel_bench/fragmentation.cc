@@ -3,8 +3,12 @@
 // relocation's moves are applied, and the kernel must give the same bits before and behind them.
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
+#include <memory>
 #include <numeric>
 #include <random>
+#include <string>
+#include <vector>
 
 #include "common/status.h"
 #include "tests/bench/kernel_bench/bench.h"

@@ -226,8 +226,7 @@ absl::Status Run(int rank, Told* told) {
   const double weights_gib = static_cast<double>(bytes) / (1 << 30);
   if (prints) {
     std::printf(
-        "%s: %.2f GiB of weights in %.1f s, of it %.3f s for the layout of the experts, with the KV pool of "
-        "%ld "
+        "%s: %.2f GiB of weights in %.1f s, %.3f s of it the experts' layout, and a KV pool of %ld "
         "slots; %.1f GiB of the device in use\n",
         backend->device_name().c_str(), weights_gib, load_s, prepare_s, options.kv_slots,
         backend->memory() ? static_cast<double>(backend->memory()->used_bytes) / (1 << 30) : 0.0);

@@ -80,7 +80,8 @@ TEST_CASE("cuda: a step that neither moves rows nor drafts is two graphs and one
   AddTree(&verify, 2, 4, chain, {0, 1, 2});
   response = group->Step(verify);
   REQUIRE(response.ok());
-  if (response->results(0).accepted_nodes_size() == 3) count(2, 1);
+  REQUIRE(response->results(0).accepted_nodes_size() == 3);
+  count(2, 1);
   // A wrong node before the right one: the right one's rows move.
   v1::StepRequest third;
   AddPrompt(&third, 3, GreedySampling(4), {3, 4, 5, 6});
@@ -90,7 +91,26 @@ TEST_CASE("cuda: a step that neither moves rows nor drafts is two graphs and one
   AddTree(&tree, 3, 4, {chain[0], (chain[1] + 1) % kVocab, chain[1]}, {0, 0});
   response = group->Step(tree);
   REQUIRE(response.ok());
-  if (response->results(0).accepted_nodes_size() == 1) count(3, 2);
+  REQUIRE(response->results(0).accepted_nodes_size() == 1);
+  count(3, 2);
+}
+
+TEST_CASE("cuda: one step in sixteen counts its experts, and every answer tells the balance") {
+  KDT_NEED_GPU();
+  const auto group = Start(CudaOptions(false));
+  v1::StepRequest prompt;
+  AddPrompt(&prompt, 1, GreedySampling(4), {3, 4, 5, 6});
+  auto response = group->Step(prompt);
+  for (uint32_t step = 2; step <= 17; ++step) {
+    REQUIRE(response.ok());
+    CHECK((response->expert_imbalance() >= 1) == (step > 16));
+    CHECK((response->expert_rank_imbalance() == 1) == (step > 16));  // there is one rank
+    v1::StepRequest request;
+    AddTree(&request, 1, 2 + step, {static_cast<int32_t>(response->results(0).tokens(0))}, {});
+    response = group->Step(request);
+  }
+  REQUIRE(response.ok());
+  CHECK(response->expert_imbalance() >= 1);
 }
 
 TEST_CASE("cuda: steps of every size around the buckets, up to the largest") {

@@ -99,7 +99,8 @@ class Backend {
   virtual absl::StatusOr<void*> AllocateHost(size_t bytes);
   virtual void FreeHost(void* data);
   // Copies that are only queued, so they may be captured: the memory (from AllocateHost) must stay as it is
-  // until they are done.
+  // until they are done. An op whose header says that it reads something early does not wait for a copy of it
+  // right in front, and no op does for weights.
   virtual absl::Status UploadAsync(void* device, const void* pinned, size_t bytes) {
     return Upload(device, pinned, bytes);
   }

@@ -11,8 +11,8 @@
 // Rows outside every sequence's range are padding: they are left as they are. A sequence may have no rows (row_begin does not
 // rise): a captured step names as many sequences as it may ever have.
 // On CUDA, row_begin, context_length, the slot table and committed rows are read before the kernels in front have finished: write
-// them by a copy, in an earlier graph, or in work the host has waited for. q and the sequences' own rows may come from the kernels
-// in front.
+// them in front of the queue's last Embedding, in an earlier graph, or in work the host has waited for; UploadAsync right in front
+// is not enough. q and the sequences' own rows may come from the kernels in front.
 //
 // Backend::VerifyAttentionReference takes the same arguments and gives the same result by the plainest means, in float32 and
 // slowly: what validate mode compares with. On CUDA: latent up to 1024, rope up to 128, both even, bf16. On the CPU it is the
