@@ -2,7 +2,6 @@
 // the number of rows, so a row gives the same bits alone and in a batch.
 #pragma once
 
-#include "kdt/kernels/ahead.h"
 #include "kdt/kernels/tensor.h"
 
 namespace kdt::kernels {
@@ -14,7 +13,6 @@ struct GemmArgs {
   bool accumulate = false;
   // x is [rows, 2 in], gate and up side by side, and silu(gate) * up takes its place: the bits of SiluMul before it.
   bool gated = false;
-  Ahead ahead = {};  // see ahead.h
 };
 
 // out = silu(gate) * up, where x holds gate in columns [0, n) and up in [n, 2n).

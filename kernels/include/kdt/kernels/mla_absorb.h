@@ -5,7 +5,6 @@
 // With positions, the query op also rotates the rope part, to the bits that Rope (interleaved pairs) before it would give.
 #pragma once
 
-#include "kdt/kernels/ahead.h"
 #include "kdt/kernels/tensor.h"
 
 namespace kdt::kernels {
@@ -18,7 +17,6 @@ struct AbsorbQueryArgs {
   const int32_t* positions = nullptr;  // [rows], or nullptr: copy the rope part as it is
   const float* inv_freq = nullptr;     // [rope / 2]
   float attention_factor = 1.0f;       // multiplies cos and sin
-  Ahead ahead = {};  // see ahead.h
 };
 
 struct AbsorbValueArgs {
@@ -26,7 +24,6 @@ struct AbsorbValueArgs {
   const uint16_t* w_kv_b;  // as above
   int64_t heads, nope, v, latent;
   Tensor out;              // [rows, heads * v]
-  Ahead ahead = {};  // see ahead.h
 };
 
 }  // namespace kdt::kernels

@@ -5,7 +5,6 @@
 // The same bits as these ops one after the other. A row with slot < 0 is padding and writes nothing to the pool.
 #pragma once
 
-#include "kdt/kernels/ahead.h"
 #include "kdt/kernels/tensor.h"
 
 namespace kdt::kernels {
@@ -21,7 +20,6 @@ struct MlaPrepareArgs {
   float attention_factor;
   const int32_t* slots;      // [rows]; no slot >= 0 twice
   Tensor pool;               // f32 or bf16 [slots, latent + rope]
-  Ahead ahead = {};  // see ahead.h
 };
 
 }  // namespace kdt::kernels

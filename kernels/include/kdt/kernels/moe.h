@@ -5,7 +5,6 @@
 // every expert's inner width and the sum over ranks completes the product; with expert sharding it holds whole experts.
 #pragma once
 
-#include "kdt/kernels/ahead.h"
 #include "kdt/kernels/tensor.h"
 
 namespace kdt::kernels {
@@ -33,7 +32,6 @@ struct MoeArgs {
   int64_t top_k;
   Tensor out;                 // [rows, hidden]
   bool accumulate = false;    // add to out (the shared expert's result) instead of overwriting
-  Ahead ahead = {};  // see ahead.h
 };
 
 }  // namespace kdt::kernels

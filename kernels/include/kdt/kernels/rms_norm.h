@@ -2,7 +2,6 @@
 // norm is taken of the sum (Zhang and Sennrich 2019; the order of roundings follows transformers' DeepseekV3RMSNorm).
 #pragma once
 
-#include "kdt/kernels/ahead.h"
 #include "kdt/kernels/tensor.h"
 
 namespace kdt::kernels {
@@ -13,7 +12,6 @@ struct RmsNormArgs {
   const uint16_t* weight;   // bf16 [n]
   float eps;
   Tensor out;               // [rows, n]; may be x. Its dtype may differ from x's (the drafter's f32 features)
-  Ahead ahead = {};  // see ahead.h
 };
 
 // residual += x, nothing else (behind the last layer, or where no norm follows).

@@ -3,7 +3,6 @@
 // Ties go to the lower expert index. Experts of a row are listed by rising index, so that sums over experts have one order.
 #pragma once
 
-#include "kdt/kernels/ahead.h"
 #include "kdt/kernels/tensor.h"
 
 namespace kdt::kernels {
@@ -28,7 +27,6 @@ struct RouterArgs {
   Tensor shared_down;     // bf16 [out, inner]
   Tensor shared_inner;    // activation dtype [rows, 2 inner]: room for what is between; its contents then are anything
   Tensor shared_y;        // activation dtype or f32 [rows, out]
-  Ahead ahead = {};       // see ahead.h
 };
 
 }  // namespace kdt::kernels

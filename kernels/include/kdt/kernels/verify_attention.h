@@ -19,7 +19,6 @@
 // ordinary op, which is exact enough to be its own reference.
 #pragma once
 
-#include "kdt/kernels/ahead.h"
 #include "kdt/kernels/tensor.h"
 
 namespace kdt::kernels {
@@ -46,7 +45,6 @@ struct VerifyAttentionArgs {
   // lengths. > 0: cut after every split_keys keys (more where a table is longer than 512 of them), so that a sequence's bits
   // depend on nothing but itself; costs what docs/kernels.md says.
   int64_t split_keys = 0;
-  Ahead ahead = {};  // see ahead.h
 };
 
 }  // namespace kdt::kernels
