@@ -65,14 +65,24 @@ int Splits(int tiles, int pieces, int slots) {
   return best;
 }
 
+// Blocks that share inputs count themselves, a counter a tile.
+bool CountersSuffice(const StreamParams& p, int64_t tiles) { return p.splits == 1 || tiles <= kCounters; }
+
+// The room of as many choices as a block makes.
+template <typename S, typename Others>
+constexpr bool kHasRoom = std::is_same_v<Others, NoOthers> ||
+                          S::kShared >= S::kThreads / kChoiceThreads *
+                                            sizeof(ChoiceRoom<kChoiceExperts / kChoiceThreads>);
+
 template <typename S, int kBlocks, typename Others>
 cudaError_t Run(const Launch& launch, StreamParams p, int heads, const Others& others) {
+  static_assert(kHasRoom<S, Others>);
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
   const int row_blocks = Blocks(p.rows, S::kRows);
   if constexpr (!std::is_same_v<Others, NoOthers>)
     p.others = Blocks(others.p.rows, row_blocks * (S::kThreads / kChoiceThreads));
   const dim3 grid(row_blocks, p.others + tiles * p.splits, heads);
-  if (static_cast<int64_t>(grid.x) * grid.y * grid.z >= kCounters) return cudaErrorInvalidValue;
+  if (!CountersSuffice(p, static_cast<int64_t>(heads) * row_blocks * tiles)) return cudaErrorInvalidValue;
   return LaunchAfter(launch, StreamKernel<S, kBlocks, Others>, grid, dim3(S::kThreads), S::kShared, p,
                      others);
 }
@@ -100,10 +110,12 @@ cudaError_t WholeFor(const Launch& launch, const StreamParams& p) {
 template <int kTiles, int kRounds, int kAhead, typename Others>
 cudaError_t Wide(const Launch& launch, StreamParams p, const Others& others) {
   using S = WideShape<kTiles, kRounds, kAhead>;
+  static_assert(kHasRoom<S, Others> && S::kThreads / kChoiceThreads <= 4);
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
   const int row_blocks = Blocks(p.rows, S::kRows);
   if constexpr (!std::is_same_v<Others, NoOthers>)
     p.others = Blocks(others.p.rows, row_blocks * (S::kThreads / kChoiceThreads));
+  if (!CountersSuffice(p, static_cast<int64_t>(row_blocks) * tiles)) return cudaErrorInvalidValue;
   return LaunchAfter(launch, WideKernel<S, Others>, dim3(row_blocks, p.others + tiles * p.splits),
                      dim3(S::kThreads), S::kShared, p, others);
 }
@@ -114,6 +126,13 @@ cudaError_t WideFor(const Launch& launch, const StreamParams& p, const Others& o
 // Whether tiles of 64 outputs are the better ones for more than eight rows: for many rows always, else where
 // they fill the chip once and leave room for blocks of the next kernel.
 bool IsWide(const Launch& launch, const StreamParams& p) {
+  const auto in_reach = [](int64_t rows, int64_t stride) {  // of offsets of 32 bits in bytes
+    return rows * stride * static_cast<int64_t>(sizeof(bf16)) < int64_t{1} << 32;
+  };
+  if (!in_reach(p.part[0].outs, p.part[0].w_stride) || !in_reach(p.part[1].outs, p.part[1].w_stride) ||
+      !in_reach(p.rows, p.x_stride)) {
+    return false;
+  }
   const int blocks = p.splits * (Blocks(p.part[0].outs, 64) + Blocks(p.part[1].outs, 64));
   return blocks * 2 > launch.processors && (p.rows > 32 || blocks * 8 <= launch.processors * 7);
 }

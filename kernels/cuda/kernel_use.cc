@@ -19,6 +19,8 @@ constexpr struct {
                     {"VerifyReduce", "verify_attention_reduce"},
                     {"MoeKernel", "moe"},
                     {"StreamKernel", "gemm_stream"},
+                    {"WholeKernel", "gemm_whole"},
+                    {"WideKernel", "gemm_wide"},
                     {"TileKernel", "gemm_tile"},
                     {"MlaQueryKernel", "mla_query"},
                     {"PlainKernel", "gemm_plain"},

@@ -75,6 +75,12 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
       bytes > launch.workspace_bytes) {
     return cudaErrorInvalidValue;
   }
+  const int64_t inner = args.shared_down.cols;
+  if (args.shared_gate_up.rows > 0 &&
+      (args.shared_gate_up.rows != 2 * inner || args.shared_inner.cols < 2 * inner ||
+       args.shared_inner.rows < rows || args.shared_y.cols < args.shared_down.rows)) {
+    return cudaErrorInvalidValue;
+  }
   // The scores take the end of the workspace, the gemm may use the rest.
   Launch rest = launch;
   rest.workspace_bytes = (launch.workspace_bytes - bytes) / 256 * 256;
@@ -98,7 +104,7 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
     const bool bf16s =
         args.x.dtype == kernels::DType::kBF16 && (!shared || args.shared_inner.dtype == args.x.dtype);
     const bool together = bf16s && rows <= kSkinnyRows && experts <= kChoiceExperts && Fits(first) &&
-                          (!shared || (args.shared_down.cols % 8 == 0 && Aligned16(args.shared_inner.data) &&
+                          (!shared || (inner % 8 == 0 && Aligned16(args.shared_inner.data) &&
                                        args.shared_inner.stride % 8 == 0 && Fits(second)));
     if (together) {
       if (error = RunSkinny(rest, first); error != cudaSuccess) return error;

@@ -23,7 +23,9 @@ TEST_CASE("cuda: gemm against float64, and a row's bits do not depend on the oth
   struct Shape {
     int64_t outs, in;
   };
-  for (const Shape s : {Shape{576, 512}, Shape{33, 96}, Shape{4100, 256}, Shape{256, 7168}, Shape{8, 32}}) {
+  for (const Shape s : {Shape{576, 512}, Shape{33, 96}, Shape{4100, 256}, Shape{256, 7168}, Shape{8, 32},
+                        // All inputs in a block, tiles of 64 outputs; a last piece of 32 inputs.
+                        Shape{2112, 1312}, Shape{896, 3232}, Shape{7168, 288}}) {
     Twin w(rng, s.outs, s.in), all(rng, 130, s.in);
     const std::vector<float> reference = Product(all.host, w.host, 130, s.outs, s.in);
     // Many rows go other ways: by the library where it is installed, and never with a y at odd addresses.
@@ -252,7 +254,7 @@ TEST_CASE("cuda: the router with ties, NaN, padding rows and many rows") {
 TEST_CASE("cuda: what the router's op gives a row does not depend on the other rows") {
   KDT_NEED_GPU();
   std::mt19937 rng(19);
-  const int64_t experts = 384, hidden = 7168, inner = 256, out = 1000, top_k = 8;
+  const int64_t experts = 384, hidden = 7168, inner = 256, out = 7168, top_k = 8;
   Twin x(rng, 64, hidden), w(rng, experts, hidden, 0.02f), gate_up(rng, 2 * inner, hidden, 0.02f),
       down(rng, out, inner, 0.06f);
   const OnGpu<float> bias(Normal(rng, experts, 0.1f));

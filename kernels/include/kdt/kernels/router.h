@@ -25,7 +25,7 @@ struct RouterArgs {
   // rows of shared_gate_up: none.
   Tensor shared_gate_up;  // bf16 [2 inner, hidden]
   Tensor shared_down;     // bf16 [out, inner]
-  Tensor shared_inner;    // activation dtype [rows, 2 inner]: room for what is between; its contents then are anything
+  Tensor shared_inner;    // activation dtype [rows, 2 inner or more]: room for what is between; its contents then are anything
   Tensor shared_y;        // activation dtype or f32 [rows, out]
 };
 
