@@ -30,6 +30,12 @@ __device__ __forceinline__ uint32_t Pinned(uint32_t x) {
 __device__ __forceinline__ void CopyAsync16(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
+// The same, or 16 zeros.
+__device__ __forceinline__ void CopyAsync16Or0(uint32_t dst, const void* src, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "r"(there ? 16 : 0)
+               : "memory");
+}
 // The line of 128 bytes into L2.
 __device__ __forceinline__ void PrefetchL2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
@@ -45,6 +51,13 @@ __device__ __forceinline__ uint4 LoadStreamed(const void* from) {
 // The barrier counts one arrival of this thread when all its copies so far have landed.
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+// The copies of this thread since the last such call are a group; wait until at most kPending groups are
+// under way.
+__device__ __forceinline__ void CopyAsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void CopyAsyncWaitGroups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 // All copies of this thread have landed.
 __device__ __forceinline__ void CopyAsyncWait() { asm volatile("cp.async.wait_all;" ::: "memory"); }

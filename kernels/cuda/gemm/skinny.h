@@ -1,4 +1,4 @@
-// The streaming gemm (gemm/stream.cuh) for the ops that are built on it.
+// Products of few rows (stream.cuh, whole.cuh, wide.cuh) for the ops that are built on them.
 #pragma once
 
 #include <cstdint>

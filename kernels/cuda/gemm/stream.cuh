@@ -74,17 +74,6 @@ struct StreamShape {
   static_assert(kShared <= 101376 - 256);
 };
 
-template <int kPending>
-__device__ __forceinline__ void CopyAsyncWait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-// 16 zeros unless `there`.
-__device__ __forceinline__ void CopyAsync16Or0(uint32_t dst, const void* src, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
-               "r"(there ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void CopyAsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // silu(gate) * up of eight values, the bits of SiluMul.
 __device__ __forceinline__ uint32_t GatedPair(uint32_t gate, uint32_t up) {
   const float low = LowBf16(gate), high = HighBf16(gate);
@@ -345,7 +334,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
     int slot = 0, filled = kDepth - 1, x_slot = 0, turn = 0;
 #pragma unroll 1
     for (int piece = begin + k_warp; piece < end; piece += kKWarps) {
-      CopyAsyncWait<kDepth - 2>();
+      CopyAsyncWaitGroups<kDepth - 2>();
       __syncwarp();
       const int next = piece + (kDepth - 1) * kKWarps;
       if (next < end) fetch(next, filled);

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(S::kThreads, 2) TileKernel(const __grid_consta
   int slot = 0, filled = kStages - 1;
 #pragma unroll 1
   for (int step = begin; step < end; ++step) {
-    CopyAsyncWait<kStages - 2>();
+    CopyAsyncWaitGroups<kStages - 2>();
     __syncthreads();
     if (step + kStages - 1 < end) {
       fetch_w(step + kStages - 1, filled);

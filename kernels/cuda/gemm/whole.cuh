@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) WholeKernel(const __grid_const
   const uint32_t from_lane = ring + g * 128 + t * 16, swap = 64 * (g & 1);
   // A step with W in the ring; `next` is the one that will find its piece in this slot.
   const auto from_ring = [&](int step, int slot, uint4(&to)[kEach][2], int next) {
-    CopyAsyncWait<kDepth - 1>();
+    CopyAsyncWaitGroups<kDepth - 1>();
     __syncwarp();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

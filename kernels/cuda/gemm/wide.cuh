@@ -1,6 +1,5 @@
-// y = x W^T for 9 to 64 rows and matrices whose tiles of 64 outputs (times the shares of the inputs) fill the
-// chip once: a block a multiprocessor, so that x goes from L2 to the multiprocessors only once for 64
-// outputs.
+// y = x W^T for 9 to 64 rows in tiles of 64 outputs, a block a multiprocessor, so that x goes from L2 to the
+// multiprocessors only once for 64 outputs. gemm.cu (IsWide) says for which matrices.
 //
 // Sixteen warps: four along the inputs, each 16 of the 64 outputs. The sums are those of gemm/stream.cuh bit
 // for bit. W goes straight into registers (a lane reads what it multiplies), kAhead pieces before the block
@@ -135,9 +134,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       const int i = base + a;
       if (i >= count) break;
       if (i == 0) {
-        CopyAsyncWait<kRounds - 1>();
+        CopyAsyncWaitGroups<kRounds - 1>();
       } else {
-        CopyAsyncWait<kRounds - 2>();
+        CopyAsyncWaitGroups<kRounds - 2>();
       }
       GroupBarrier(k_warp);
       if (i > 0) {
@@ -162,7 +161,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   }
 
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  CopyAsyncWait();
   float* const sums = reinterpret_cast<float*>(shared);
   __syncthreads();
 #pragma unroll
