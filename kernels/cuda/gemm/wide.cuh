@@ -25,23 +25,6 @@ struct WideShape {
   static_assert(kShared <= 101376 - 64 && kPiece / 16 % kGroup == 0 && kGroup == 128 && kRounds >= 2);
 };
 
-// Among the threads of a group, 0 .. 3. Barriers whose numbers are in registers confuse racecheck.
-__device__ __forceinline__ void GroupBarrier(int group) {
-  switch (group) {
-    case 0:
-      asm volatile("bar.sync 1, 128;" ::: "memory");
-      break;
-    case 1:
-      asm volatile("bar.sync 2, 128;" ::: "memory");
-      break;
-    case 2:
-      asm volatile("bar.sync 3, 128;" ::: "memory");
-      break;
-    default:
-      asm volatile("bar.sync 4, 128;" ::: "memory");
-  }
-}
-
 template <typename S, typename Others>
 __global__ void __launch_bounds__(S::kThreads, 1)
     WideKernel(const __grid_constant__ StreamParams p, const __grid_constant__ Others others) {
@@ -138,7 +121,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       } else {
         CopyAsyncWaitGroups<kRounds - 2>();
       }
-      GroupBarrier(k_warp);
+      NamedBarrier(1 + k_warp, S::kGroup);
       if (i > 0) {
         fetch(i - 1 + kRounds, last_slot);
         CopyAsyncCommit();
