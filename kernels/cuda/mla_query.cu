@@ -303,7 +303,8 @@ cudaError_t MlaQuery(const Launch& launch, const kernels::MlaQueryArgs& args) {
   p.steps = static_cast<int>(prepare.q_lora / (32 * kWarps));
   p.done = launch.counters;
   const bool fits =
-      prepare.qkv.rows > 0 && prepare.qkv.rows <= kMaxRows && p.heads > 0 && p.heads < kCounters &&
+      prepare.qkv.rows > 0 && prepare.qkv.rows <= kMaxRows && absorb.q.rows == prepare.qkv.rows &&
+      args.w_q_b.rows == absorb.heads * (absorb.nope + absorb.rope) && p.heads > 0 && p.heads < kCounters &&
       prepare.qkv.dtype == kernels::DType::kBF16 && prepare.pool.dtype == kernels::DType::kBF16 &&
       absorb.q.dtype == kernels::DType::kBF16 && absorb.out.dtype == kernels::DType::kBF16 &&
       args.w_q_b.dtype == kernels::DType::kBF16 && prepare.q_lora % (32 * kWarps) == 0 &&
