@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
     shared.tickets[warp / kTeamWarps][kTickets - 1] = ticket & ~kPhaseBit;
     if (warp == kMoeWarps - 1) {
       shared.phase = ticket & kPhaseBit;
-      shared.launch = ((ticket & kPhaseBit) == 0 ? launches[0] : launches[1]) + 1;
+      const unsigned launch = ((ticket & kPhaseBit) == 0 ? launches[0] : launches[1]) + 1;
+      shared.launch = launch + (launch == 0);  // zero is what mail never written has
     }
   }
   __syncthreads();
@@ -143,9 +144,9 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args) {
   const kernels::Int4Experts& w = args.weights;
   if (args.x.rows == 0 || w.experts == 0) return cudaSuccess;
   const bool fits = args.x.dtype == kernels::DType::kBF16 && args.x.stride % 8 == 0 &&
-                    w.experts <= kMaxExperts && w.hidden % kernels::kInt4Group == 0 &&
-                    w.inner % kernels::kInt4Group == 0 && args.top_k > 0 && args.top_k <= 64 &&
-                    launch.processors <= kMaxBlocks &&
+                    reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0 && w.experts <= kMaxExperts &&
+                    w.hidden % kernels::kInt4Group == 0 && w.inner % kernels::kInt4Group == 0 &&
+                    args.top_k > 0 && args.top_k <= 64 && launch.processors <= kMaxBlocks &&
                     MoeWorkspace(args.x.rows, args.top_k, w.inner, w.hidden) <= launch.workspace_bytes;
   if (!fits) return cudaErrorInvalidValue;
   MoeParams p;

@@ -35,8 +35,8 @@ struct Launch {
   unsigned* counters;  // kCounters zeros; every op leaves them zero
 };
 inline constexpr int kCounters = 16384;
-// Behind the counters: what the experts' kernel keeps from launch to launch (zeros at the start): two words, for each of
-// two phases 1024 + 2, and activations on their way from block to block, two words each pair of them.
+// Behind the counters: what the experts' kernel keeps from launch to launch (zeros at the start): two words, for
+// each of two phases 1024 + 2, and activations on their way from block to block, two words each pair of them.
 inline constexpr int kMoePhaseWords = 1024 + 2, kMoeMailWords = 2 * 8192;
 inline constexpr int kMoeState = 4 + 2 * kMoePhaseWords + kMoeMailWords;
 inline constexpr int kAllCounters = kCounters + kMoeState;

@@ -11,7 +11,6 @@ inline constexpr int kMoeThreads = 512;
 
 struct Choice {
   int active;               // experts that have rows
-  unsigned phase;           // 0 or kPhaseBit: which set of counters this launch uses
   unsigned long long held;  // pairs 0..63 whose expert is held here
   int warp_totals[kMoeThreads / 32];
   float weights[64];                // of pairs 0..63
@@ -33,7 +32,7 @@ __device__ __forceinline__ void MakeChoice(Choice& choice, uint16_t* pairs_out, 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const auto held = [&](int e) { return e >= first_expert && e < first_expert + experts; };
   if (one_row && pairs <= 32) {
-    // Its experts are all different and rise already.
+    // Its experts are all different and rise already, so nothing is to be counted.
     if (warp > 0) return;
     const int e = lane < pairs ? ids[lane] : -1;
     const unsigned all = __ballot_sync(~0u, held(e));

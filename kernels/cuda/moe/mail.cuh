@@ -1,5 +1,5 @@
 // Activations from the block that makes them to those that read them, a few rows' worth: each pair of values
-// lies beside the number of the launch that wrote it, in eight bytes that are written and read as one. Who
+// lies beside the number of the launch that wrote it, in one word that is written and read as a whole. Who
 // finds the number has the values, so there is no flag to set behind a fence and to read in front of them,
 // which would be three ways to L2 instead of one.
 #pragma once
@@ -10,8 +10,8 @@ namespace kdt::cuda {
 
 // Values 2 index and 2 index + 1.
 __device__ __forceinline__ void PostPair(unsigned* mail, int index, uint32_t values, unsigned launch) {
-  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(mail + 2 * index), "r"(values), "r"(launch)
-               : "memory");
+  const uint64_t word = static_cast<uint64_t>(launch) << 32 | values;
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(mail + 2 * index), "l"(word) : "memory");
 }
 
 // A lane's Inputs of kGroups groups, of which `groups` are there, the first of them at pair `index`; waits
@@ -28,16 +28,18 @@ __device__ __forceinline__ void ReadMail(Inputs& inputs, const unsigned* mail, i
         inputs.of[j] = make_uint4(0, 0, 0, 0);
         continue;
       }
-      uint4 two[2];  // a pair of values, its number, the next pair and its
+      uint64_t pair[4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(two[half].x), "=r"(two[half].y), "=r"(two[half].z), "=r"(two[half].w)
-                     : "l"(from + j * 32 + 4 * half)
+      for (int i = 0; i < 4; i += 2) {
+        asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];"
+                     : "=l"(pair[i]), "=l"(pair[i + 1])
+                     : "l"(from + j * 32 + 2 * i)
                      : "memory");
-        there = there && two[half].y == launch && two[half].w == launch;
+        there = there && static_cast<uint32_t>(pair[i] >> 32) == launch &&
+                static_cast<uint32_t>(pair[i + 1] >> 32) == launch;
       }
-      inputs.of[j] = make_uint4(two[0].x, two[0].z, two[1].x, two[1].z);
+      inputs.of[j] = make_uint4(static_cast<uint32_t>(pair[0]), static_cast<uint32_t>(pair[1]),
+                                static_cast<uint32_t>(pair[2]), static_cast<uint32_t>(pair[3]));
     }
     if (__all_sync(~0u, there)) return;
   }

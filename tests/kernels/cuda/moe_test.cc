@@ -81,7 +81,8 @@ TEST_CASE("cuda: routed experts against the CPU") {
        {Shape{1, 16, 4, 256, 128, 0}, Shape{9, 6, 4, 512, 256, 0}, Shape{40, 4, 2, 96, 32, 2},
         Shape{300, 3, 2, 256, 128, 0}, Shape{1, 3, 4, 256, 1024, 5}, Shape{21, 5, 4, 256, 1056, 5},
         Shape{1100, 12, 8, 128, 64, 0}, Shape{360, 3, 8, 3584, 256, 20}, Shape{2, 8, 8, 7168, 256, 0},
-        Shape{4, 11, 4, 3584, 256, 0}, Shape{12, 11, 4, 3584, 256, 3}, Shape{50, 7, 3, 3584, 512, 0}}) {
+        Shape{4, 11, 4, 3584, 256, 0}, Shape{12, 11, 4, 3584, 256, 3}, Shape{50, 7, 3, 3584, 512, 0},
+        Shape{2, 8, 8, 3584, 1536, 0}}) {
     const Experts e(rng, s.experts, s.first, s.hidden, s.inner);
     CheckMoe(rng, e, RandomIds(rng, s.rows, s.top_k, s.experts + 2 * s.first), s.top_k);
   }
@@ -90,15 +91,20 @@ TEST_CASE("cuda: routed experts against the CPU") {
 TEST_CASE("cuda: experts of padding rows, of other ranks, and one expert for all rows") {
   KDT_NEED_GPU();
   std::mt19937 rng(9);
-  const Experts e(rng, 8, 4, 256, 128), wide(rng, 4, 4, 256, 1024);
-  for (const int64_t rows : {1, 3, 8, 12, 33}) {
-    std::vector<int32_t> ids = RandomIds(rng, rows, 4, 16);
-    for (int64_t r = 0; r < rows; r += 2) std::fill_n(ids.begin() + r * 4, 4, -1);
-    CheckMoe(rng, e, ids, 4);
-    CheckMoe(rng, e, std::vector<int32_t>(rows * 4, -1), 4);
-    for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i % 4) + 4;
-    CheckMoe(rng, e, ids, 4);
-    CheckMoe(rng, wide, ids, 4);
+  // Ragged steps, wide experts, and widths of whole steps.
+  const Experts ragged(rng, 8, 4, 256, 128), wide(rng, 4, 4, 256, 1024), whole(rng, 8, 4, 3584, 256);
+  for (const int64_t rows : {1, 2, 4, 8, 12, 33}) {
+    const std::vector<int32_t> random = RandomIds(rng, rows, 4, 16);
+    std::vector<int32_t> padded = random, same = random;
+    for (int64_t r = 0; r < rows; r += 2) std::fill_n(padded.begin() + r * 4, 4, -1);
+    for (size_t i = 0; i < same.size(); ++i) same[i] = static_cast<int32_t>(i % 4) + 4;
+    for (const Experts* e : {&ragged, &whole}) {
+      CheckMoe(rng, *e, random, 4);
+      CheckMoe(rng, *e, padded, 4);
+      CheckMoe(rng, *e, std::vector<int32_t>(rows * 4, -1), 4);
+      CheckMoe(rng, *e, same, 4);
+    }
+    CheckMoe(rng, wide, same, 4);
   }
 }
 
