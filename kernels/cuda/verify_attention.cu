@@ -100,7 +100,6 @@ class Layout {
     if (args_.split_keys > 0)
       return RunReduce<8, 1>(params, rows_of_tiles);  // the order of the sum is part of the bits
     if (rows <= kSmallQueries) return RunReduce<8, 4>(params, rows_of_tiles);
-    if (rows <= kMiddleQueries) return RunReduce<8, 2>(params, rows_of_tiles);
     if (rows <= tile) return RunReduce<16, 1>(params, rows_of_tiles);
     if (rows <= 2 * tile) return RunReduce<8, 1>(params, rows_of_tiles);
     return RunReduce<4, 1>(params, rows_of_tiles);

@@ -233,6 +233,11 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
     for (int i = 0; i < 4; ++i) x[i] = Exp2(x[i] - reference);
     store_probabilities(0, x);
   }
+  // A round's products with the next one's softmax between them. The assembler keeps the order of shared
+  // loads across __syncwarp only; without it all of the softmax may end up before the products. In the large
+  // configuration the last round is a step like the others, whose next round sees no key: a copy of its
+  // products would spill.
+  constexpr bool kLarge = C::kProbParts == 1;
   const auto step = [&](int round, auto masked) {
     const int parity = round & 1, next = round + 1;
     const bool any_moved = NamedBarrierOr(1 + group, 128, moved);
@@ -251,13 +256,13 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
     values(round, parity, [&](int j) {
       switch (j) {
         case 1: {
-          __syncwarp();
+          if (kLarge) __syncwarp();
           const float4 low = load_scores(next & 1, 0);
           x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
           break;
         }
         case 2:
-          __syncwarp();
+          if (kLarge) __syncwarp();
           mask_scores(x, load_scores(next & 1, 1), bits);
           top = row_top(x);
           break;
@@ -280,12 +285,16 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
   };
   int round = 0;
   // The middle configuration has no registers left for two loops.
-  if constexpr (C::kMTiles == 1 || C::kProbParts == 1) {
+  if constexpr (C::kMTiles == 1 || kLarge) {
 #pragma unroll 1
     for (; round + 1 < dense_rounds; ++round) step(round, std::false_type{});
   }
 #pragma unroll 1
-  for (; round < rounds; ++round) step(round, std::true_type{});
+  for (; round + (kLarge ? 0 : 1) < rounds; ++round) step(round, std::true_type{});
+  if constexpr (!kLarge) {
+    if (NamedBarrierOr(1 + group, 128, moved)) rescale_outputs((rounds - 1) & 1);
+    values(rounds - 1, (rounds - 1) & 1, [](int) {});
+  }
 
   // The result itself (one split) or a partial of it.
   const int flat_rows = it.rows * p.heads;
