@@ -47,12 +47,6 @@ struct Shared {
   bool alone;
 };
 
-__device__ __forceinline__ unsigned LoadAcquire(const unsigned* from) {
-  unsigned v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
-}
-
 // The key of one row: kv norm and rope, as MlaPrepare.
 __device__ __forceinline__ void WriteKey(const kernels::MlaPrepareArgs& p, int row, float* shared) {
   const int64_t slot = p.slots[row];
@@ -84,12 +78,6 @@ __device__ __forceinline__ void LoadWeights(uint4 (&w)[2 * kMaxSteps], const Par
     w[2 * s] = __ldg(reinterpret_cast<const uint4*>(from + s * 32));
     w[2 * s + 1] = __ldg(reinterpret_cast<const uint4*>(from + s * 32 + 8 * p.w_stride));
   }
-}
-
-__device__ __forceinline__ uint32_t Product(uint32_t x, uint32_t weight) {
-  uint32_t y;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(weight));
-  return y;
 }
 
 // Rows of the q latent, 8 kTiles at a time: a lane's share of the inputs of its warp.
@@ -129,8 +117,8 @@ __device__ __forceinline__ void MakeQ(const Params& p, Shared<kTiles>& shared,
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const uint4& x = in.v[n][s];
-        MmaBf16(acc[n], first, Product(x.x, weight.x), Product(x.y, weight.y));
-        MmaBf16(acc[n], second, Product(x.z, weight.z), Product(x.w, weight.w));
+        MmaBf16(acc[n], first, MulBf16x2(x.x, weight.x), MulBf16x2(x.y, weight.y));
+        MmaBf16(acc[n], second, MulBf16x2(x.z, weight.z), MulBf16x2(x.w, weight.w));
         float v[8];
         Unpack8(v, x);
         squares[n] += Squares8(v);

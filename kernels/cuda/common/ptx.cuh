@@ -177,8 +177,21 @@ __device__ __forceinline__ uint32_t PackHalf(float low, float high) {
 __device__ __forceinline__ float2 HalfPair(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
+// Products of two pairs of bf16, rounded to bf16.
+__device__ __forceinline__ uint32_t MulBf16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 __device__ __forceinline__ float LowBf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float HighBf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// What other blocks wrote before they released this counter is seen behind it.
+__device__ __forceinline__ unsigned LoadAcquire(const unsigned* from) {
+  unsigned v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
 
 // Programmatic dependent launch: the next kernel may start its blocks; wait until the one before has
 // finished.

@@ -29,15 +29,10 @@ __device__ __forceinline__ void Expand(uint32_t word, uint32_t (&pairs)[4]) {
   pairs[3] = word & 0x00f000f0u;
 }
 inline constexpr float kUnscale = 0x1p69f;
-__device__ __forceinline__ uint32_t Times(uint32_t pair, uint32_t by) {
-  uint32_t r;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(pair), "r"(by));
-  return r;
-}
 // Eight inputs, times 2^64 for nibbles 0 and 2, 2^60 for 1 and 3.
 __device__ __forceinline__ uint4 ScaledInputs(const uint4& x) {
   constexpr uint32_t kLow = 0x5f805f80u, kHigh = 0x5d805d80u;
-  return make_uint4(Times(x.x, kLow), Times(x.y, kHigh), Times(x.z, kLow), Times(x.w, kHigh));
+  return make_uint4(MulBf16x2(x.x, kLow), MulBf16x2(x.y, kHigh), MulBf16x2(x.z, kLow), MulBf16x2(x.w, kHigh));
 }
 
 // d = a b + c

@@ -38,12 +38,6 @@ constexpr int MoeSharedBytes(int pairs) {
 }
 static_assert(MoeSharedBytes(kSharedPairs) <= 101376);
 
-__device__ __forceinline__ unsigned LoadAcquire(const unsigned* from) {
-  unsigned v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
-}
-
 template <Form kForm>
 class Worker {
   // kAll: every step has all its groups.
