@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
     __threadfence();
     atomicAdd(p.done + head, 1u);
     int looks = 0;
-    while (LoadAcquire(p.done + head) < static_cast<unsigned>(p.tiles) && ++looks < kLooks) {
+    while (LoadAcquireDevice(p.done + head) < static_cast<unsigned>(p.tiles) && ++looks < kLooks) {
     }
     shared.alone = looks == kLooks;
     // The last to have seen its head's blocks cleans up: nobody looks any more.

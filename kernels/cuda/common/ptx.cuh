@@ -186,8 +186,8 @@ __device__ __forceinline__ uint32_t MulBf16x2(uint32_t a, uint32_t b) {
 __device__ __forceinline__ float LowBf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float HighBf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// What other blocks wrote before they released this counter is seen behind it.
-__device__ __forceinline__ unsigned LoadAcquire(const unsigned* from) {
+// What other blocks of the device wrote before they released this counter is seen behind it.
+__device__ __forceinline__ unsigned LoadAcquireDevice(const unsigned* from) {
   unsigned v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;

@@ -403,7 +403,7 @@ class Worker {
     if (active == ready_) return;
     const unsigned target =
         static_cast<unsigned>(p_.gate_tiles * ((rows + kColumnsAtOnce - 1) / kColumnsAtOnce));
-    while (LoadAcquire(Done() + active) < target) {
+    while (LoadAcquireDevice(Done() + active) < target) {
     }
     ready_ = active;
     __syncwarp();
