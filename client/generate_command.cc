@@ -34,10 +34,11 @@ int GenerateCommand(const std::vector<std::string>& args) {
   if (!stub.ok()) return Failed(stub.status());
 
   const bool several = request.sampling().n() > 1;
-  std::vector<std::string> samples(several ? request.sampling().n() : 0);
+  std::vector<std::string> samples;  // as many as the server answers: it knows the limit
   if (absl::GetFlag(FLAGS_echo) && !several) std::fwrite(prompt.data(), 1, prompt.size(), stdout);
   const auto run = RunGeneration(**stub, request, [&](uint32_t index, const v1::Chunk& chunk) {
     if (several) {  // samples come interleaved: print them one behind the other at the end
+      if (samples.size() <= index) samples.resize(index + 1);
       samples[index] += chunk.text();
       return;
     }

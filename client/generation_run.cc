@@ -1,5 +1,6 @@
 #include "client/generation_run.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 
@@ -15,8 +16,7 @@ absl::StatusOr<GenerationRun> RunGeneration(GenerationStub& stub, const v1::Gene
 
   GenerationRun run;
   const uint32_t samples = request.sampling().has_n() ? request.sampling().n() : 1;
-  std::vector<bool> done(samples, false);
-  run.complete.resize(samples);
+  std::vector<bool> done;  // grows with the answers: how many are allowed is the server's to say
   auto last_token = start;
 
   grpc::ClientContext context;
@@ -30,6 +30,10 @@ absl::StatusOr<GenerationRun> RunGeneration(GenerationStub& stub, const v1::Gene
       break;
     }
     if (response.has_complete()) {
+      if (done.size() <= response.index()) {
+        done.resize(response.index() + 1, false);
+        run.complete.resize(response.index() + 1);
+      }
       done[response.index()] = true;
       run.complete[response.index()] = response.complete();
       continue;
@@ -50,8 +54,8 @@ absl::StatusOr<GenerationRun> RunGeneration(GenerationStub& stub, const v1::Gene
   run.seconds = seconds_since(start);
   if (unknown_index) return absl::InternalError("the server sent a sample that was not asked for");
   if (!status.ok()) return ToAbsl(status, context);
-  for (const bool sample_done : done) {
-    if (!sample_done) return absl::InternalError("the stream ended without its Complete message");
+  if (std::count(done.begin(), done.end(), true) != static_cast<int64_t>(samples)) {
+    return absl::InternalError("the stream ended without its Complete message");
   }
   return run;
 }

@@ -19,6 +19,7 @@ namespace kdt {
 namespace {
 
 constexpr int kDescribeTimeoutMs = 5000;
+constexpr int kMaxSilences = 3;  // Describe calls in a row without an answer: the process is there and hangs
 constexpr int kPollMs = 50;
 constexpr int64_t kProgressEveryUs = 2'000'000;
 constexpr int kJoinTimeoutMs = 60'000;
@@ -28,18 +29,42 @@ absl::Status RankError(const RankLink& link, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat(link.Name(), ": ", status.message()));
 }
 
-// Waits until a rank is ready. The first error that ends the wait is a load error.
-absl::Status WaitLoaded(const std::vector<std::unique_ptr<RankLink>>& links,
+// A stopped or stuck process does not end by itself, so nobody who watches processes sees it. The ranks that
+// answer are ended instead: whoever started the group then starts all ranks again.
+void EndTheOthers(const std::vector<std::unique_ptr<RankLink>>& links, const std::vector<bool>& ready,
+                  const RankLink& hung) {
+  spdlog::error("{} has not answered for {} s: it hangs; the other ranks are ended so that all start again",
+                hung.Name(), kMaxSilences * kDescribeTimeoutMs / 1000);
+  for (size_t i = 0; i < links.size(); ++i) {
+    if (!ready[i]) continue;
+    const absl::Status drained = links[i]->Drain(kDescribeTimeoutMs);
+    if (!drained.ok()) spdlog::warn("{} was not ended: {}", links[i]->Name(), drained.message());
+  }
+}
+
+// Waits until a rank is ready. The first error that ends the wait is a load error. `again`: the ranks have
+// been a group before, so that one which does not answer hangs; a first load may have its reasons to be slow.
+absl::Status WaitLoaded(const std::vector<std::unique_ptr<RankLink>>& links, bool again,
                         const std::function<bool()>& cancelled,
                         std::vector<v1::DescribeResponse>* described) {
   described->assign(links.size(), {});
   std::vector<bool> ready(links.size(), false);
+  std::vector<int> silences(links.size(), 0);
   int64_t told_us = MonotonicMicros();
   for (;;) {
     for (size_t i = 0; i < links.size(); ++i) {
       if (ready[i]) continue;
       const auto answer = links[i]->Describe(kDescribeTimeoutMs);
-      if (!answer.ok()) continue;  // not listening yet; who watches the processes tells when it died
+      // Not listening yet is another error; who watches the processes tells when it died.
+      silences[i] = absl::IsDeadlineExceeded(answer.status()) ? silences[i] + 1 : 0;
+      if (again && silences[i] == kMaxSilences) {
+        EndTheOthers(links, ready, *links[i]);
+        described->assign(links.size(), {});
+        ready.assign(links.size(), false);
+        silences.assign(links.size(), 0);
+        break;
+      }
+      if (!answer.ok()) continue;
       (*described)[i] = *answer;
       if (!answer->load_error().empty()) {
         return absl::FailedPreconditionError(
@@ -169,7 +194,7 @@ absl::StatusOr<GroupLimits> CheckDescriptions(const std::vector<v1::DescribeResp
 absl::StatusOr<FormedGroup> FormGroup(const std::vector<std::unique_ptr<RankLink>>& links,
                                       uint64_t last_epoch, const std::function<bool()>& cancelled) {
   FormedGroup formed;
-  KDT_RETURN_IF_ERROR(WaitLoaded(links, cancelled, &formed.ranks));
+  KDT_RETURN_IF_ERROR(WaitLoaded(links, last_epoch > 0, cancelled, &formed.ranks));
   KDT_ASSIGN_OR_RETURN(formed.limits, CheckDescriptions(formed.ranks));
   formed.epoch = last_epoch + 1;
   for (const auto& rank : formed.ranks) formed.epoch = std::max(formed.epoch, rank.last_epoch() + 1);

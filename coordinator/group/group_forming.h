@@ -20,7 +20,8 @@ struct FormedGroup {
 };
 
 // Blocks; polls as long as ranks are loading. `cancelled` is asked between polls (CANCELLED). Errors name the
-// rank. The epoch is larger than `last_epoch` and than any that a rank has told.
+// rank. The epoch is larger than `last_epoch` and than any that a rank has told. With a `last_epoch` other
+// than 0 a rank that listens and does not answer for 15 s hangs: the ranks that answer are then ended.
 absl::StatusOr<FormedGroup> FormGroup(const std::vector<std::unique_ptr<RankLink>>& links,
                                       uint64_t last_epoch, const std::function<bool()>& cancelled);
 

@@ -3,7 +3,11 @@
 #include <signal.h>
 
 #include <atomic>
+#include <functional>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "tests/support/catch.h"
 #include "tests/support/cluster.h"
@@ -22,20 +26,18 @@ v1::GenerateRequest Request(uint32_t first, uint32_t max_tokens) {
   return request;
 }
 
-}  // namespace
-
-TEST_CASE("after a restart of the group every stream goes on without a repeated or missing token") {
-  constexpr uint32_t kRequests = 3;
-  constexpr uint32_t kTokens = 1500;
-  Cluster cluster({GoldenModel(), GoldenDrafter(), 2, {"--on_loss=restart", "--budget=7"}});
-  std::vector<Sample> disturbed[kRequests];
-  grpc::Status statuses[kRequests];
+// Streams run, `disturb` is done to the group, and every stream goes on as if nothing had been.
+void CheckStreamsOutlive(std::vector<std::string> flags, uint32_t requests, uint32_t tokens,
+                         const std::function<void(Cluster&)>& disturb) {
+  Cluster cluster({GoldenModel(), GoldenDrafter(), 2, std::move(flags)});
+  std::vector<std::vector<Sample>> disturbed(requests);
+  std::vector<grpc::Status> statuses(requests);
   std::atomic<uint64_t> seen{0};
   std::vector<std::thread> clients;
-  for (uint32_t i = 0; i < kRequests; ++i) {
+  for (uint32_t i = 0; i < requests; ++i) {
     clients.emplace_back([&, i] {
       grpc::ClientContext context;
-      auto reader = cluster.stub().Generate(&context, Request(700 + i, kTokens));
+      auto reader = cluster.stub().Generate(&context, Request(700 + i, tokens));
       v1::GenerateResponse response;
       disturbed[i].resize(1);
       while (reader->Read(&response)) {
@@ -50,7 +52,7 @@ TEST_CASE("after a restart of the group every stream goes on without a repeated 
     });
   }
   while (seen < 300) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  REQUIRE(kill(cluster.WorkerPids().at(1), SIGKILL) == 0);
+  disturb(cluster);
   for (std::thread& client : clients) client.join();
 
   v1::ClusterInfo info;
@@ -58,16 +60,28 @@ TEST_CASE("after a restart of the group every stream goes on without a repeated 
   REQUIRE(cluster.stub().GetClusterInfo(&context, {}, &info).ok());
   INFO(cluster.Log());
   CHECK(info.epoch() == 2);
-  for (uint32_t i = 0; i < kRequests; ++i) {
+  for (uint32_t i = 0; i < requests; ++i) {
     REQUIRE(statuses[i].ok());
     std::vector<Sample> whole;
-    REQUIRE(Generate(cluster.stub(), Request(700 + i, kTokens), &whole).ok());
+    REQUIRE(Generate(cluster.stub(), Request(700 + i, tokens), &whole).ok());
     CHECK(disturbed[i][0].tokens == whole[0].tokens);
     REQUIRE(disturbed[i][0].logprobs.size() == whole[0].logprobs.size());
     for (size_t t = 0; t < whole[0].logprobs.size(); ++t) {
       CHECK(disturbed[i][0].logprobs[t].SerializeAsString() == whole[0].logprobs[t].SerializeAsString());
     }
   }
+}
+
+}  // namespace
+
+TEST_CASE("after a restart of the group every stream goes on without a repeated or missing token") {
+  CheckStreamsOutlive({"--on_loss=restart", "--budget=7"}, 3, 1500,
+                      [](Cluster& cluster) { REQUIRE(kill(cluster.WorkerPids().at(1), SIGKILL) == 0); });
+}
+
+TEST_CASE("a rank that hangs is ended with the others, and the streams go on") {
+  CheckStreamsOutlive({"--on_loss=restart", "--budget=7", "--step_timeout_ms=2000"}, 2, 1500,
+                      [](Cluster& cluster) { REQUIRE(kill(cluster.WorkerPids().at(0), SIGSTOP) == 0); });
 }
 
 }  // namespace kdt::testing
