@@ -3,8 +3,11 @@
 #include <signal.h>
 
 #include <atomic>
+#include <cstdlib>
+#include <string>
 #include <thread>
 
+#include "common/process.h"
 #include "tests/support/catch.h"
 #include "tests/support/cluster.h"
 
@@ -22,6 +25,29 @@ v1::GenerateRequest Endless() {
 }
 
 bool Alive(pid_t pid) { return kill(pid, 0) == 0; }
+
+// Temporary files of the processes that are started meanwhile. A killed launcher cannot remove its own.
+class OwnTemporaryFolder {
+ public:
+  OwnTemporaryFolder() {
+    const auto made = MakeTempDir("kdt-test-");
+    REQUIRE(made.ok());
+    path_ = *made;
+    if (const char* before = std::getenv("TMPDIR"); before != nullptr) before_ = before;
+    setenv("TMPDIR", path_.c_str(), 1);
+  }
+  ~OwnTemporaryFolder() {
+    if (before_.empty()) {
+      unsetenv("TMPDIR");
+    } else {
+      setenv("TMPDIR", before_.c_str(), 1);
+    }
+    RemoveTree(path_);
+  }
+
+ private:
+  std::string path_, before_;
+};
 
 // Waits for the first chunk of a stream that the thread keeps reading until it ends.
 struct RunningRequest {
@@ -46,6 +72,7 @@ struct RunningRequest {
 TEST_CASE("a killed process ends the group, named, and clients get UNAVAILABLE") {
   for (const std::string victim : {"worker 0", "worker 2", "coordinator", "launcher"}) {
     DYNAMIC_SECTION(victim) {
+      const OwnTemporaryFolder temporary;
       Cluster cluster({GoldenModel(), "", 4, {}});
       const std::vector<pid_t> workers = cluster.WorkerPids();
       const pid_t coordinator = cluster.CoordinatorPid();
