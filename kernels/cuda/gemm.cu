@@ -74,13 +74,22 @@ constexpr bool kHasRoom = std::is_same_v<Others, NoOthers> ||
                           S::kShared >= S::kThreads / kChoiceThreads *
                                             sizeof(ChoiceRoom<kChoiceExperts / kChoiceThreads>);
 
+// How many blocks in front, times row_blocks, the choice of all rows takes.
+template <typename S, typename Others>
+int OtherBlocks(const Others& others, int row_blocks) {
+  if constexpr (std::is_same_v<Others, NoOthers>) {
+    return 0;
+  } else {
+    return Blocks(others.p.rows, row_blocks * (S::kThreads / kChoiceThreads));
+  }
+}
+
 template <typename S, int kBlocks, typename Others>
 cudaError_t Run(const Launch& launch, StreamParams p, int heads, const Others& others) {
   static_assert(kHasRoom<S, Others>);
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
   const int row_blocks = Blocks(p.rows, S::kRows);
-  if constexpr (!std::is_same_v<Others, NoOthers>)
-    p.others = Blocks(others.p.rows, row_blocks * (S::kThreads / kChoiceThreads));
+  p.others = OtherBlocks<S>(others, row_blocks);
   const dim3 grid(row_blocks, p.others + tiles * p.splits, heads);
   if (!CountersSuffice(p, static_cast<int64_t>(heads) * row_blocks * tiles)) return cudaErrorInvalidValue;
   return LaunchAfter(launch, StreamKernel<S, kBlocks, Others>, grid, dim3(S::kThreads), S::kShared, p,
@@ -113,8 +122,7 @@ cudaError_t Wide(const Launch& launch, StreamParams p, const Others& others) {
   static_assert(kHasRoom<S, Others> && S::kThreads / kChoiceThreads <= 4);
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
   const int row_blocks = Blocks(p.rows, S::kRows);
-  if constexpr (!std::is_same_v<Others, NoOthers>)
-    p.others = Blocks(others.p.rows, row_blocks * (S::kThreads / kChoiceThreads));
+  p.others = OtherBlocks<S>(others, row_blocks);
   if (!CountersSuffice(p, static_cast<int64_t>(row_blocks) * tiles)) return cudaErrorInvalidValue;
   return LaunchAfter(launch, WideKernel<S, Others>, dim3(row_blocks, p.others + tiles * p.splits),
                      dim3(S::kThreads), S::kShared, p, others);
@@ -274,12 +282,7 @@ cudaError_t Gemm(const Launch& launch, const kernels::GemmArgs& args) {
   if (args.x.rows == 0 || args.w.rows == 0) return cudaSuccess;
   if (args.x.dtype != kernels::DType::kBF16 || args.w.dtype != kernels::DType::kBF16)
     return cudaErrorInvalidValue;
-  SkinnyGemm gemm;
-  gemm.x = args.x;
-  gemm.w = Data<bf16>(args.w);
-  gemm.outs = args.w.rows;
-  gemm.w_stride = args.w.stride;
-  gemm.y = args.y;
+  SkinnyGemm gemm = MakeSkinny(args.x, args.w, args.y);
   gemm.accumulate = args.accumulate;
   gemm.gated = args.gated;
   if (args.gated && args.x.rows > kGatedRows) return GatedApart(launch, args);

@@ -36,25 +36,14 @@ __global__ void __launch_bounds__(kChoiceThreads) ChooseKernel(const __grid_cons
 
 // Scores and, in the columns of one half of shared_inner, what goes into the shared experts' down product.
 SkinnyGemm Scores(const kernels::RouterArgs& args, const kernels::GemmArgs& scores) {
-  SkinnyGemm gemm;
-  gemm.x = scores.x;
-  gemm.w = Data<bf16>(scores.w);
-  gemm.outs = scores.w.rows;
-  gemm.w_stride = scores.w.stride;
-  gemm.y = scores.y;
+  SkinnyGemm gemm = MakeSkinny(scores.x, scores.w, scores.y);
   gemm.beside = args.shared_gate_up;
   gemm.beside_y = args.shared_inner;
   gemm.beside_gated = true;
   return gemm;
 }
 SkinnyGemm SharedDown(const kernels::RouterArgs& args) {
-  SkinnyGemm gemm;
-  gemm.x = args.shared_inner.Columns(0, args.shared_down.cols);
-  gemm.w = Data<bf16>(args.shared_down);
-  gemm.outs = args.shared_down.rows;
-  gemm.w_stride = args.shared_down.stride;
-  gemm.y = args.shared_y;
-  return gemm;
+  return MakeSkinny(args.shared_inner.Columns(0, args.shared_down.cols), args.shared_down, args.shared_y);
 }
 
 cudaError_t Shared(const Launch& launch, const kernels::RouterArgs& args) {

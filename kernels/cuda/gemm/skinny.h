@@ -24,6 +24,17 @@ struct SkinnyGemm {
   bool beside_gated = false;
 };
 
+// y = x w^T of whole matrices, w in bf16.
+inline SkinnyGemm MakeSkinny(const kernels::Tensor& x, const kernels::Tensor& w, const kernels::Tensor& y) {
+  SkinnyGemm gemm;
+  gemm.x = x;
+  gemm.w = Data<bf16>(w);
+  gemm.outs = w.rows;
+  gemm.w_stride = w.stride;
+  gemm.y = y;
+  return gemm;
+}
+
 inline constexpr int kSkinnyRows = 64;  // more rows are another kernel's, where there is a choice
 
 inline bool Aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }

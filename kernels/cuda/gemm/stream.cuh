@@ -230,6 +230,21 @@ __device__ __forceinline__ void FinishTile(const StreamParams& p, const StreamPa
 // What the blocks in front do (StreamParams.others).
 struct NoOthers {};
 
+// Does it where this block is one of them; else `place` is the block's among those behind them (in grid.y).
+template <typename Others>
+__device__ __forceinline__ bool DoneForOthers(const StreamParams& p, const Others& others, void* shared,
+                                              int& place) {
+  place = blockIdx.y;
+  if constexpr (!std::is_same_v<Others, NoOthers>) {
+    if (place < p.others) {
+      others(place * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x), shared);
+      return true;
+    }
+    place -= p.others;
+  }
+  return false;
+}
+
 template <typename S, int kBlocks, typename Others>
 __global__ void __launch_bounds__(S::kThreads, kBlocks)
     StreamKernel(const __grid_constant__ StreamParams p, const __grid_constant__ Others others) {
@@ -239,14 +254,8 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
   extern __shared__ uint4 shared[];
   __shared__ uint64_t barriers[2 * kRounds];  // of x: full, empty
   LaunchDependents();
-  int place = blockIdx.y;
-  if constexpr (!std::is_same_v<Others, NoOthers>) {
-    if (place < p.others) {
-      others(place * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x), shared);
-      return;
-    }
-    place -= p.others;
-  }
+  int place;
+  if (DoneForOthers(p, others, shared, place)) return;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int g = lane >> 2, t = lane & 3;
   const int k_warp = warp % kKWarps, out_warp = warp / kKWarps;

@@ -31,14 +31,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   constexpr int kTiles = S::kTiles, kRounds = S::kRounds, kAhead = S::kAhead;
   extern __shared__ uint4 shared[];
   LaunchDependents();
-  int place = blockIdx.y;
-  if constexpr (!std::is_same_v<Others, NoOthers>) {
-    if (place < p.others) {
-      others(place * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x), shared);
-      return;
-    }
-    place -= p.others;
-  }
+  int place;
+  if (DoneForOthers(p, others, shared, place)) return;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int g = lane >> 2, t = lane & 3;
   const int k_warp = warp / S::kOutWarps, first_out = warp % S::kOutWarps * 16;
