@@ -48,6 +48,9 @@ ABSL_FLAG(bool, floors, false,
 ABSL_FLAG(double, floor_tb_per_s, 4.1, "memory rate of the floor");
 ABSL_FLAG(double, floor_tflop_per_s, 638, "arithmetic rate of the floor");
 ABSL_FLAG(double, floor_reduce_us, 8, "a reduction in the floor");
+ABSL_FLAG(double, reduce_us, 8,
+          "what a reduction with its norm takes by itself where the other ranks are not there: they come so "
+          "late; 0: they are always there");
 ABSL_FLAG(bool, parts, false, "time by part as well");
 ABSL_FLAG(bool, eager, false, "the same shapes op by op, without graphs");
 ABSL_FLAG(int, warm_up, 5, "steps before measuring");
@@ -148,10 +151,9 @@ std::string Json(const Result& r, bool parts) {
   return text + "}";
 }
 
-absl::StatusOr<std::unique_ptr<Collective>> MakeRankCollective(const EngineOptions& options, bool all,
-                                                               kernels::Backend& device) {
+absl::StatusOr<std::unique_ptr<Collective>> MakeGroup(const EngineOptions& options,
+                                                      kernels::Backend& device) {
   if (options.tp == 1) return MakeLocalCollective();
-  if (!all) return MakeStandIn(&device, options.rank, options.tp);
   KDT_ASSIGN_OR_RETURN(const CollectiveKind kind,
                        ParseCollectiveKind(absl::GetFlag(FLAGS_collective), "cuda"));
   return MakeCollective(
@@ -233,8 +235,15 @@ absl::Status Run(int rank, Told* told) {
     std::fflush(stdout);
   }
 
-  KDT_ASSIGN_OR_RETURN(const auto group, MakeRankCollective(options, told != nullptr, *device));
-  const auto collective = MakePartCollective(group.get(), &clock, options.tp);
+  std::unique_ptr<StandIn> stand_in;  // of the other ranks
+  std::unique_ptr<Collective> real;
+  if (told == nullptr && options.tp > 1) {
+    KDT_ASSIGN_OR_RETURN(stand_in, MakeStandIn(device.get(), options.rank, options.tp));
+  } else {
+    KDT_ASSIGN_OR_RETURN(real, MakeGroup(options, *device));
+  }
+  Collective* const group = stand_in != nullptr ? stand_in.get() : real.get();
+  const auto collective = MakePartCollective(group, &clock, options.tp);
   start = Seconds();
   KDT_RETURN_IF_ERROR(engine->StartEpoch(collective.get()));
   const double epoch_s = Seconds() - start;
@@ -244,6 +253,11 @@ absl::Status Run(int rank, Told* told) {
                 stats.graphs, stats.graph_nodes, stats.capture_seconds);
   }
 
+  const auto be_late = [&](int64_t rows_in_step) {
+    const double us = absl::GetFlag(FLAGS_reduce_us);
+    if (stand_in == nullptr || us <= 0) return absl::OkStatus();
+    return LastFor(*stand_in, *device, rows_in_step, config.hidden_size, us);
+  };
   StepBench bench(engine.get(), &clock, &tap, rank, told);
   std::vector<Result> results;
   for (const int64_t batch : batches) {
@@ -256,6 +270,7 @@ absl::Status Run(int rank, Told* told) {
         // The embeddings of ranks that are not there are zero.
         result.shape.token_begin = rank_begin * local;
         result.shape.token_end = (rank_begin + absl::GetFlag(FLAGS_ranks)) * local;
+        KDT_RETURN_IF_ERROR(be_late(r * batch));
         KDT_ASSIGN_OR_RETURN(result.times, bench.Measure(result.shape, warm_up, steps));
         const Load load{options.tp, options.moe_sharding, r * batch, batch, c};
         result.target = TargetCost(config, load, machine);
@@ -274,6 +289,7 @@ absl::Status Run(int rank, Told* told) {
     KDT_RETURN_IF_ERROR(engine->StartEpoch(collective.get()));
     bench.Restart();
     for (Result& result : results) {
+      KDT_RETURN_IF_ERROR(be_late(result.shape.rows * result.shape.batch));
       KDT_ASSIGN_OR_RETURN(result.parts, bench.MeasureParts(result.shape, 2, 7));
       // The floor counts what was really chosen.
       result.target = TargetCost(config,

@@ -30,6 +30,7 @@ struct IpcLocal {
   // and writes those that fall to it, so that no block of an operation sees another's write.
   uint32_t ops[kIpcMaxBlocks];
   uint32_t dead;               // not 0: an operation was given up, later ones do nothing
+  uint32_t late_ns;            // for benchmarks without the other ranks: how long a meeting takes at least
   unsigned long long wait_ns;  // of block 0, for the other ranks
 };
 

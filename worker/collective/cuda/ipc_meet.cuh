@@ -81,12 +81,15 @@ __device__ __forceinline__ bool Meet(const IpcPeers& peers,
   const int peer = static_cast<int>(threadIdx.x);
   const bool timed = blockIdx.x == 0 && threadIdx.x == 0;
   const bool waits = peer < peers.size && peer != peers.rank;
-  bool dead = waits && peers.local->dead != 0;  // on its way while the block comes together
+  bool dead = waits && peers.local->dead != 0;  // on their way while the block comes together
+  const uint32_t late_ns = waits ? peers.local->late_ns : 0;
   unsigned long long start = 0;
   __syncthreads();
-  if (timed) start = Nanos();
+  if (timed || late_ns != 0) start = Nanos();
   if (waits) {
     StoreRelease(&(FlagsOf(peers, peer)->*flags)[blockIdx.x][peers.rank], number);
+    while (late_ns != 0 && Nanos() - start < late_ns) {
+    }
     const uint32_t* flag = &(FlagsOf(peers, peers.rank)->*flags)[blockIdx.x][peer];
     // The difference, so that a number that has wrapped around does not matter. The other may be one ahead.
     for (int looks = 1; !dead && static_cast<int32_t>(LoadAcquire(flag) - number) < 0; ++looks) {
