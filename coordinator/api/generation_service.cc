@@ -196,6 +196,7 @@ grpc::ServerUnaryReactor* GenerationService::GetClusterInfo(grpc::CallbackServer
   response->set_epoch(group_->epoch());
   response->set_serving(group_->state() == GroupState::kServing);
   response->set_running(scheduler_->running());
+  response->set_held(scheduler_->held());
   response->set_waiting(scheduler_->waiting());
   // Addresses and what ranks say of their failures (paths, devices) stay on this host.
   const bool on_this_host = IsLocalPeer(context->peer());

@@ -84,6 +84,8 @@ CoordinatorMetrics::CoordinatorMetrics(std::shared_ptr<prometheus::Registry> reg
                      .Register(*registry_);
   for (const char* reason : {"queue_full", "unavailable", "invalid"}) rejections_->Add({{"reason", reason}});
   running_ = gauge("kdt_requests_running", "Samples that take part in steps");
+  held_ = gauge("kdt_requests_held",
+                "Samples that ran and wait to go on: for the group to form again, or for KV slots");
   waiting_ = gauge("kdt_requests_waiting", "Requests of which no sample has started");
   prompt_tokens_ = counter("kdt_prompt_tokens_total", "Prompt tokens of finished samples");
   cached_tokens_ = counter("kdt_cached_prompt_tokens_total", "Of those, found in the prefix cache");
@@ -143,8 +145,9 @@ void CoordinatorMetrics::Rejected(const absl::Status& status) {
   rejections_->Add({{"reason", RejectionLabel(status)}}).Increment();
 }
 
-void CoordinatorMetrics::SetLoad(uint32_t running, uint32_t waiting) {
+void CoordinatorMetrics::SetLoad(uint32_t running, uint32_t held, uint32_t waiting) {
   running_->Set(running);
+  held_->Set(held);
   waiting_->Set(waiting);
 }
 

@@ -36,7 +36,8 @@ class CoordinatorMetrics {
   // A request that ended with an error.
   void RequestFailed(const absl::Status& status);
   void Rejected(const absl::Status& status);  // at the door
-  void SetLoad(uint32_t running, uint32_t waiting);
+  // `held`: samples that ran, and wait for the group or for KV slots to go on.
+  void SetLoad(uint32_t running, uint32_t held, uint32_t waiting);
   // Slots of one rank's pool (all ranks' are alike): held by running samples, by the prefix cache alone,
   // free.
   void SetPool(uint64_t running, uint64_t cached, uint64_t free);
@@ -60,7 +61,7 @@ class CoordinatorMetrics {
   prometheus::Family<prometheus::Counter>* rejections_;
   prometheus::Family<prometheus::Gauge>* rank_up_family_;
   std::vector<prometheus::Gauge*> rank_up_;  // by rank, made when the rank is first seen
-  prometheus::Gauge *running_, *waiting_, *epoch_, *budget_;
+  prometheus::Gauge *running_, *held_, *waiting_, *epoch_, *budget_;
   prometheus::Gauge *slots_running_, *slots_cached_, *slots_free_;
   prometheus::Counter *prompt_tokens_, *cached_tokens_, *generated_tokens_;
   prometheus::Counter *rounds_, *drafted_, *accepted_, *group_restarts_, *preemptions_, *slot_differences_;

@@ -67,6 +67,7 @@ class Scheduler {
 
   CoordinatorMetrics& metrics() { return metrics_; }
   uint32_t running() const { return running_count_; }
+  uint32_t held() const { return held_count_; }
   uint32_t waiting() const { return waiting_count_; }
 
  private:
@@ -114,6 +115,7 @@ class Scheduler {
   bool draining_ = false;
   size_t open_requests_ = 0;                // not ended
   std::atomic<uint32_t> running_count_{0};  // samples
+  std::atomic<uint32_t> held_count_{0};     // samples that ran and wait: for the group, or for KV slots
   std::atomic<uint32_t> waiting_count_{0};  // requests of which no sample has started
   std::atomic<uint64_t> next_id_{1};
   std::thread thread_;

@@ -170,16 +170,24 @@ void Scheduler::UpdateCounts() {
     waiting += !request->ended && request->samples.front()->admitted_us == 0;
   }
   const auto running = static_cast<uint32_t>(running_.size());
+  const auto held =
+      static_cast<uint32_t>(std::count_if(waiting_.begin(), waiting_.end(), [](const Sample* sample) {
+        return sample->state == SampleState::kWaiting && sample->admitted_us != 0;
+      }));
   {
     std::lock_guard lock(mutex_);
     waiting += static_cast<uint32_t>(inbox_.size());
     const size_t open = requests_.size() + inbox_.size();
-    if (waiting == waiting_count_ && running == running_count_ && open == open_requests_) return;
+    if (waiting == waiting_count_ && running == running_count_ && held == held_count_ &&
+        open == open_requests_) {
+      return;
+    }
     waiting_count_ = waiting;
     running_count_ = running;
+    held_count_ = held;
     open_requests_ = open;
   }
-  metrics_.SetLoad(running, waiting);
+  metrics_.SetLoad(running, held, waiting);
   changed_.notify_all();  // Drain() may be waiting
 }
 

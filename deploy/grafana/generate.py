@@ -50,7 +50,9 @@ CLUSTER = [
         (f"sum({rate('kdt_cached_prompt_tokens_total')})", "prompt, from the prefix cache")]),
     panel("Requests", [
         (f"sum by (group) (kdt_requests_running{{{GROUP}}})", "running, group {{group}}"),
-        (f"sum by (group) (kdt_requests_waiting{{{GROUP}}})", "waiting, group {{group}}")]),
+        (f"sum by (group) (kdt_requests_held{{{GROUP}}})", "held, group {{group}}"),
+        (f"sum by (group) (kdt_requests_waiting{{{GROUP}}})", "waiting, group {{group}}")],
+        about="Held: they ran, and go on when the group has formed again or KV slots are free."),
     panel("Requests ended/s", [(f"sum by (finish_reason) ({rate('kdt_requests_total')})", "{{finish_reason}}")], stack=True, min=0),
     panel("Requests refused/s", [(f"sum by (reason) ({rate('kdt_admission_rejections_total')})", "{{reason}}")], stack=True, min=0),
     panel("KV slots", [(f"sum by (state) (kdt_kv_slots{{{GROUP}}})", "{{state}}")], stack=True, min=0,

@@ -1,4 +1,7 @@
 // Losing the group: everybody is told, or everybody goes on in the next epoch.
+#include <prometheus/registry.h>
+#include <prometheus/text_serializer.h>
+
 #include "tests/coordinator/scheduler/fixture.h"
 
 namespace kdt::testing {
@@ -65,6 +68,46 @@ TEST_CASE("with rejoin streams go on, no token repeated or missing") {
   }
   CHECK(harness.group.epoch() > 1);
   CHECK(harness.group.step_error().empty());
+}
+
+TEST_CASE("a sample that ran is told as held until the group has formed again") {
+  SchedulerOptions options;
+  options.rejoin = true;
+  options.registry = std::make_shared<prometheus::Registry>();
+  Harness harness({}, options);
+  harness.group.step_time = std::chrono::milliseconds(2);
+  std::atomic<bool> fail{false};
+  harness.group.on_step = [&](const v1::StepRequest&) {
+    return fail ? absl::UnavailableError("rank 3 is gone") : absl::OkStatus();
+  };
+  const auto gauges = [&](const std::string& running, const std::string& held, const std::string& waiting) {
+    const std::string text = prometheus::TextSerializer().Serialize(options.registry->Collect());
+    INFO(text);
+    CHECK(text.find("kdt_requests_running " + running + "\n") != std::string::npos);
+    CHECK(text.find("kdt_requests_held " + held + "\n") != std::string::npos);
+    CHECK(text.find("kdt_requests_waiting " + waiting + "\n") != std::string::npos);
+  };
+  harness.Start();
+  RequestSpec spec = Spec(Prompt(20), 200);
+  spec.n = 2;
+  const auto client = harness.Submit(spec);
+  REQUIRE(client->WaitTokens(0, 3));
+  REQUIRE(client->WaitTokens(1, 3));
+  gauges("2", "0", "0");
+  harness.group.forms = false;
+  fail = true;
+  for (int i = 0; i < 2000 && harness.scheduler->running() > 0; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  CHECK(harness.scheduler->running() == 0);
+  CHECK(harness.scheduler->held() == 2);
+  CHECK(harness.scheduler->waiting() == 0);
+  gauges("0", "2", "0");
+  fail = false;
+  harness.group.forms = true;
+  REQUIRE(client->Wait().ok());
+  REQUIRE(harness.scheduler->Drain(std::chrono::seconds(10)));
+  CHECK(harness.scheduler->held() == 0);
+  gauges("0", "0", "0");
 }
 
 TEST_CASE("an answer that does not fit its step ends the epoch") {

@@ -23,7 +23,8 @@ class ToyGroup : public Group {
   std::function<void()> on_change;
   // How long a step takes; long enough for a test to act while a request runs.
   std::chrono::microseconds step_time{0};
-  RankStatus status;  // set before the start
+  std::atomic<bool> forms{true};  // false: the ranks are not back yet
+  RankStatus status;              // set before the start
 
   ToyRank& rank() { return rank_; }
   uint64_t steps() const { return steps_; }
@@ -33,6 +34,7 @@ class ToyGroup : public Group {
   }
 
   void Form() override {
+    if (!forms) return;
     rank_.StartEpoch();
     step_ = 0;
     ++epoch_;
