@@ -106,7 +106,9 @@ HWY_EXPORT(MoeDown);
 HWY_EXPORT(MoePack);
 HWY_EXPORT(MoePackedSize);
 
-void Moe(Context& context, const MoeArgs& args) {
+namespace {
+
+void MoeChosen(Context& context, const MoeArgs& args) {
   const Int4Experts& w = args.weights;
   const int64_t rows = args.x.rows, top_k = args.top_k, max_pairs = rows * top_k;
   KDT_CHECK(args.x.dtype == DType::kF32 && args.out.dtype == DType::kF32 && args.out.rows == rows);
@@ -175,6 +177,23 @@ void Moe(Context& context, const MoeArgs& args) {
     down_range(args, pairs, out_groups * task / out_cuts * kInt4Group,
                out_groups * (task + 1) / out_cuts * kInt4Group, dots + thread * dots_size);
   });
+}
+
+}  // namespace
+
+void Moe(Context& context, const MoeArgs& args) {
+  MoeArgs chosen = args;
+  if (args.choice.scores.rows > 0) {
+    KDT_CHECK(args.choice.scores.rows == args.x.rows);
+    ChooseExperts(context, args.choice, args.top_k);
+    chosen.expert_ids = args.choice.expert_ids, chosen.expert_weights = args.choice.weights;
+  }
+  if (args.shared_down.rows > 0) {
+    KDT_CHECK(!args.accumulate);
+    Gemm(context, {args.shared_inner, args.shared_down, args.out});
+    chosen.accumulate = true;
+  }
+  MoeChosen(context, chosen);
 }
 
 }  // namespace kdt::kernels::cpu

@@ -23,6 +23,7 @@ void Compare(Context& context, const CompareArgs& args);
 void DraftPrepare(Context& context, const DraftPrepareArgs& args);
 void DraftAttention(Context& context, const DraftAttentionArgs& args);
 void Router(Context& context, const RouterArgs& args);
+void ChooseExperts(Context& context, const MoeChoice& choice, int64_t top_k);
 void Moe(Context& context, const MoeArgs& args);
 void LogitsTopK(Context& context, const LogitsTopKArgs& args);
 void ScaleRows(Context& context, const ScaleRowsArgs& args);

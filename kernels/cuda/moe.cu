@@ -140,9 +140,22 @@ __global__ void __launch_bounds__(kSumThreads) SumKernel(const __grid_constant__
 
 }  // namespace
 
-cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args) {
+cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
+  kernels::MoeArgs args = given;
+  if (args.x.rows == 0) return cudaSuccess;
+  if (args.choice.scores.rows > 0 || args.shared_down.rows > 0) {
+    if (args.accumulate && args.shared_down.rows > 0) return cudaErrorInvalidValue;
+    const kernels::GemmArgs shared{args.shared_inner, args.shared_down, args.out};
+    const cudaError_t error = args.choice.scores.rows > 0
+                                  ? ChooseExperts(launch, args.choice, args.top_k, shared)
+                                  : Gemm(launch, shared);
+    if (error != cudaSuccess) return error;
+    if (args.choice.scores.rows > 0)
+      args.expert_ids = args.choice.expert_ids, args.expert_weights = args.choice.weights;
+    args.accumulate = args.accumulate || args.shared_down.rows > 0;
+  }
   const kernels::Int4Experts& w = args.weights;
-  if (args.x.rows == 0 || w.experts == 0) return cudaSuccess;
+  if (w.experts == 0) return cudaSuccess;
   const bool fits = args.x.dtype == kernels::DType::kBF16 && args.x.stride % 8 == 0 &&
                     reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0 && w.experts <= kMaxExperts &&
                     w.hidden % kernels::kInt4Group == 0 && w.inner % kernels::kInt4Group == 0 &&

@@ -60,6 +60,9 @@ cudaError_t Compare(const Launch& launch, const kernels::CompareArgs& args);
 cudaError_t DraftPrepare(const Launch& launch, const kernels::DraftPrepareArgs& args);
 cudaError_t DraftAttention(const Launch& launch, const kernels::DraftAttentionArgs& args);
 cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args);
+// The choice by itself, in one launch with a product `beside` where that fits (no rows of its w: none).
+cudaError_t ChooseExperts(const Launch& launch, const kernels::MoeChoice& choice, int64_t top_k,
+                          const kernels::GemmArgs& beside);
 cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& args);
 // In place and once, when the weights have come: the order Moe reads them in (moe/int4.cuh). Uses the
 // workspace.

@@ -42,18 +42,6 @@ SkinnyGemm Scores(const kernels::RouterArgs& args, const kernels::GemmArgs& scor
   gemm.beside_gated = true;
   return gemm;
 }
-SkinnyGemm SharedDown(const kernels::RouterArgs& args) {
-  return MakeSkinny(args.shared_inner.Columns(0, args.shared_down.cols), args.shared_down, args.shared_y);
-}
-
-cudaError_t Shared(const Launch& launch, const kernels::RouterArgs& args) {
-  const cudaError_t error = Gemm(launch, {args.x, args.shared_gate_up, args.shared_inner});
-  if (error != cudaSuccess) return error;
-  kernels::GemmArgs down{args.shared_inner, args.shared_down, args.shared_y};
-  down.gated = true;
-  return Gemm(launch, down);
-}
-
 }  // namespace
 
 cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
@@ -74,37 +62,29 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
   Launch rest = launch;
   rest.workspace_bytes = (launch.workspace_bytes - bytes) / 256 * 256;
   float* const scores = reinterpret_cast<float*>(static_cast<char*>(launch.workspace) + rest.workspace_bytes);
-  const ChoiceParams choice{scores,
-                            args.bias,
-                            args.row_count,
-                            args.expert_ids,
-                            args.weights,
-                            static_cast<int>(rows),
-                            static_cast<int>(experts),
-                            static_cast<int>(args.top_k),
-                            args.normalize,
-                            args.scale};
-  const bool shared = args.shared_gate_up.rows > 0;
+  kernels::MoeChoice choice;
+  choice.scores = kernels::MakeTensor(scores, kernels::DType::kF32, rows, experts);
+  choice.bias = args.bias, choice.normalize = args.normalize, choice.scale = args.scale;
+  choice.row_count = args.row_count;
+  choice.expert_ids = args.expert_ids, choice.weights = args.weights;
+  const bool shared = args.shared_gate_up.rows > 0, bf16_weights = args.w.dtype == kernels::DType::kBF16;
+  kernels::GemmArgs down{args.shared_inner, args.shared_down, args.shared_y};
+  down.gated = true;
   cudaError_t error = cudaSuccess;
-  if (args.w.dtype == kernels::DType::kBF16) {
-    const kernels::GemmArgs gemm{args.x, args.w,
-                                 kernels::MakeTensor(scores, kernels::DType::kF32, rows, experts)};
-    const SkinnyGemm first = Scores(args, gemm), second = SharedDown(args);
+  if (bf16_weights) {
+    const kernels::GemmArgs gemm{args.x, args.w, choice.scores};
+    const SkinnyGemm first = Scores(args, gemm);
     const bool bf16s =
         args.x.dtype == kernels::DType::kBF16 && (!shared || args.shared_inner.dtype == args.x.dtype);
-    const bool together = bf16s && rows <= kSkinnyRows && experts <= kChoiceExperts && Fits(first) &&
-                          (!shared || (inner % 8 == 0 && Aligned16(args.shared_inner.data) &&
-                                       args.shared_inner.stride % 8 == 0 && Fits(second)));
-    if (together) {
+    if (shared && bf16s && rows <= kSkinnyRows && Fits(first) && inner % 8 == 0 &&
+        Aligned16(args.shared_inner.data) && args.shared_inner.stride % 8 == 0) {
       if (error = RunSkinny(rest, first); error != cudaSuccess) return error;
-      if (shared) return RunSkinnyAndChoose(rest, second, choice);
-    } else {
-      error = Gemm(rest, gemm);
+      down.gated = false;
+      down.x = args.shared_inner.Columns(0, inner);
+      return ChooseExperts(rest, choice, args.top_k, down);
     }
-    if (error == cudaSuccess && shared && !together) error = Shared(rest, args);
+    error = Gemm(rest, gemm);
   } else {
-    if (shared) error = Shared(rest, args);
-    if (error != cudaSuccess) return error;
     ByType(args.x.dtype, [&](auto* t) {
       using T = std::remove_pointer_t<decltype(t)>;
       error = LaunchAfter(launch, ScoreKernel<T>, dim3(static_cast<int>(rows), Blocks(experts, 8)), dim3(256),
@@ -112,7 +92,35 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
                           static_cast<int>(experts), scores);
     });
   }
-  if (error != cudaSuccess) return error;
+  if (error == cudaSuccess && shared) error = Gemm(rest, {args.x, args.shared_gate_up, args.shared_inner});
+  return error == cudaSuccess ? ChooseExperts(rest, choice, args.top_k, down) : error;
+}
+
+cudaError_t ChooseExperts(const Launch& launch, const kernels::MoeChoice& args, int64_t top_k,
+                          const kernels::GemmArgs& beside) {
+  const int64_t rows = args.scores.rows, experts = args.scores.cols;
+  if (experts > kMaxRouted || top_k > kernels::kMaxExpertsPerToken || top_k > experts ||
+      args.scores.stride != experts) {
+    return cudaErrorInvalidValue;
+  }
+  const ChoiceParams choice{Data<float>(args.scores),
+                            args.bias,
+                            args.row_count,
+                            args.expert_ids,
+                            args.weights,
+                            static_cast<int>(rows),
+                            static_cast<int>(experts),
+                            static_cast<int>(top_k),
+                            args.normalize,
+                            args.scale};
+  if (beside.w.rows > 0) {
+    const SkinnyGemm gemm = MakeSkinny(beside.x, beside.w, beside.y);
+    if (!beside.gated && beside.x.dtype == kernels::DType::kBF16 && rows <= kSkinnyRows &&
+        experts <= kChoiceExperts && Fits(gemm)) {
+      return RunSkinnyAndChoose(launch, gemm, choice);
+    }
+    if (const cudaError_t error = Gemm(launch, beside); error != cudaSuccess) return error;
+  }
   const auto kernel = experts <= kFewExperts      ? ChooseKernel<kFewExperts / kChoiceThreads>
                       : experts <= kChoiceExperts ? ChooseKernel<kChoiceExperts / kChoiceThreads>
                                                   : ChooseKernel<kMaxRouted / kChoiceThreads>;

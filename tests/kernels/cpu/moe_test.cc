@@ -154,5 +154,43 @@ TEST_CASE("moe without rows, and a row whose experts are all elsewhere", "[moe]"
   REQUIRE(backend->Moe({x.tensor().Rows(0, 0), experts.view, ids, weights, 2, out.tensor().Rows(0, 0)}).ok());
 }
 
+TEST_CASE("a choice and shared experts inside moe have the bits of the router's op and moe", "[moe][bits]") {
+  std::mt19937 rng(17);
+  constexpr int64_t kRows = 7, kHidden = 96, kInner = 32, kExperts = 12, kTopK = 4, kShared = 48;
+  Experts experts(5, 4, kHidden, kInner, rng);
+  Matrix x(kRows, kHidden), bias(1, kExperts), inner(kRows, 2 * kShared), apart(kRows, kHidden),
+      together(kRows, kHidden), scores(kRows, kExperts), activated(kRows, kShared);
+  Bf16Matrix w(kExperts, kHidden), gate_up(2 * kShared, kHidden), down(kHidden, kShared);
+  x.Fill(rng);
+  bias.Fill(rng, 0.1f);
+  w.Fill(rng, 0.2f);
+  gate_up.Fill(rng, 0.1f);
+  down.Fill(rng, 0.1f);
+  const int32_t row_count = 5;
+  for (const int threads : {1, 2}) {
+    const auto backend = MakeBackend(threads);
+    std::vector<int32_t> ids(kRows * kTopK), chosen(kRows * kTopK, 77);
+    std::vector<float> weights(kRows * kTopK), chosen_weights(kRows * kTopK, 77);
+    RouterArgs router{x.tensor(), w.tensor(), bias.row(0), kTopK, true, 2.5f, ids.data(), weights.data()};
+    router.row_count = &row_count;
+    router.shared_gate_up = gate_up.tensor(), router.shared_down = down.tensor();
+    router.shared_inner = inner.tensor(), router.shared_y = apart.tensor();
+    REQUIRE(backend->Router(router).ok());
+    REQUIRE(backend->Moe({x.tensor(), experts.view, ids.data(), weights.data(), kTopK, apart.tensor(), true})
+                .ok());
+
+    REQUIRE(backend->Gemm({x.tensor(), w.tensor(), scores.tensor()}).ok());
+    REQUIRE(backend->Gemm({x.tensor(), gate_up.tensor(), inner.tensor()}).ok());
+    REQUIRE(backend->SiluMul({inner.tensor(), activated.tensor()}).ok());
+    MoeArgs moe{x.tensor(), experts.view, nullptr, nullptr, kTopK, together.tensor()};
+    moe.choice = {scores.tensor(), bias.row(0), true, 2.5f, &row_count, chosen.data(), chosen_weights.data()};
+    moe.shared_inner = activated.tensor(), moe.shared_down = down.tensor();
+    REQUIRE(backend->Moe(moe).ok());
+    CHECK(chosen == ids);
+    CHECK(chosen_weights == weights);
+    CHECK(SameBits(apart, together));
+  }
+}
+
 }  // namespace
 }  // namespace kdt::kernels::test

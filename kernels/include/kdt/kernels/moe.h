@@ -24,14 +24,30 @@ struct Int4Experts {
   const uint16_t* down_scale = nullptr;     // bf16 [experts, hidden, inner / 32]
 };
 
+// The choice of the experts from the router's scores, as Router makes it (kdt/kernels/router.h), as the first part of Moe.
+struct MoeChoice {
+  Tensor scores;                 // f32 [rows, experts of all ranks]: x W^T, before the sigmoid. No rows: no choice
+  const float* bias = nullptr;   // [experts]
+  bool normalize = false;
+  float scale = 1.0f;
+  const int32_t* row_count = nullptr;  // as in RouterArgs
+  int32_t* expert_ids = nullptr;  // [rows, top_k]: what was chosen, for whoever wants to know
+  float* weights = nullptr;       // [rows, top_k]
+};
+
 struct MoeArgs {
   Tensor x;                   // [rows, hidden]
   Int4Experts weights;
-  const int32_t* expert_ids;  // [rows, top_k], rising in each row; an id not held here is skipped
-  const float* expert_weights;  // [rows, top_k]
+  const int32_t* expert_ids;  // [rows, top_k], rising in each row; an id not held here is skipped. Not read with a choice
+  const float* expert_weights;  // [rows, top_k], likewise
   int64_t top_k;
   Tensor out;                 // [rows, hidden]
   bool accumulate = false;    // add to out (the shared expert's result) instead of overwriting
+  MoeChoice choice = {};
+  // The shared experts' last part: shared_inner shared_down^T, as Gemm makes it in out, is what the experts are added to. Not
+  // with accumulate. No rows of shared_down: none.
+  Tensor shared_inner = {};  // activation dtype [rows, shared width]: silu(gate) * up
+  Tensor shared_down = {};   // bf16 [hidden, shared width]
 };
 
 }  // namespace kdt::kernels
