@@ -22,6 +22,7 @@ constexpr int kDescribeTimeoutMs = 5000;
 constexpr int kMaxSilences = 3;  // Describe calls in a row without an answer: the process is there and hangs
 constexpr int kPollMs = 50;
 constexpr int64_t kProgressEveryUs = 2'000'000;
+constexpr int64_t kUnchangedEveryUs = 30'000'000;  // when there is nothing new to tell
 constexpr int kJoinTimeoutMs = 60'000;
 constexpr int kJoinGraceMs = 5'000;  // so that a rank's own time-out, which names its peer, comes first
 
@@ -30,11 +31,14 @@ absl::Status RankError(const RankLink& link, const absl::Status& status) {
 }
 
 // A stopped or stuck process does not end by itself, so nobody who watches processes sees it. The ranks that
-// answer are ended instead: whoever started the group then starts all ranks again.
+// are ready are ended instead: whoever started the group then starts all ranks again.
 void EndTheOthers(const std::vector<std::unique_ptr<RankLink>>& links, const std::vector<bool>& ready,
                   const RankLink& hung) {
-  spdlog::error("{} has not answered for {} s: it hangs; the other ranks are ended so that all start again",
-                hung.Name(), kMaxSilences * kDescribeTimeoutMs / 1000);
+  const bool any = std::find(ready.begin(), ready.end(), true) != ready.end();
+  spdlog::error("{} has not answered for {} s: it hangs; {}", hung.Name(),
+                kMaxSilences * kDescribeTimeoutMs / 1000,
+                any ? "the other ranks are ended so that all start again"
+                    : "no other rank is ready, to be ended so that all start again: end its process");
   for (size_t i = 0; i < links.size(); ++i) {
     if (!ready[i]) continue;
     const absl::Status drained = links[i]->Drain(kDescribeTimeoutMs);
@@ -42,51 +46,59 @@ void EndTheOthers(const std::vector<std::unique_ptr<RankLink>>& links, const std
   }
 }
 
-// Waits until a rank is ready. The first error that ends the wait is a load error. `again`: the ranks have
-// been a group before, so that one which does not answer hangs; a first load may have its reasons to be slow.
+// "2 of 4 ranks are ready; waiting for rank 1 (no answer), rank 3 (20 of 80 MiB loaded)".
+std::string Progress(const std::vector<std::unique_ptr<RankLink>>& links, const std::vector<bool>& ready,
+                     const std::vector<v1::DescribeResponse>& described) {
+  std::vector<std::string> missing;
+  for (size_t i = 0; i < links.size(); ++i) {
+    if (ready[i]) continue;
+    const v1::DescribeResponse& rank = described[i];
+    missing.push_back(rank.tp() == 0 ? absl::StrCat(links[i]->Name(), " (no answer)")
+                                     : absl::StrCat(links[i]->Name(), " (", rank.loaded_bytes() >> 20, " of ",
+                                                    rank.total_bytes() >> 20, " MiB loaded)"));
+  }
+  return absl::StrCat(std::count(ready.begin(), ready.end(), true), " of ", links.size(),
+                      " ranks are ready; waiting for ", absl::StrJoin(missing, ", "));
+}
+
+// Waits until all ranks are ready at once: one that was may have ended since, as when all are started again
+// behind a loss. The first error that ends the wait is a load error. `again`: the ranks have been a group
+// before, so that one which does not answer hangs; a first load may have its reasons to be slow.
 absl::Status WaitLoaded(const std::vector<std::unique_ptr<RankLink>>& links, bool again,
                         const std::function<bool()>& cancelled,
                         std::vector<v1::DescribeResponse>* described) {
   described->assign(links.size(), {});
   std::vector<bool> ready(links.size(), false);
   std::vector<int> silences(links.size(), 0);
+  std::string told;
   int64_t told_us = MonotonicMicros();
   for (;;) {
     for (size_t i = 0; i < links.size(); ++i) {
-      if (ready[i]) continue;
       const auto answer = links[i]->Describe(kDescribeTimeoutMs);
       // Not listening yet is another error; who watches the processes tells when it died.
       silences[i] = absl::IsDeadlineExceeded(answer.status()) ? silences[i] + 1 : 0;
-      if (again && silences[i] == kMaxSilences) {
-        EndTheOthers(links, ready, *links[i]);
-        described->assign(links.size(), {});
-        ready.assign(links.size(), false);
-        silences.assign(links.size(), 0);
-        break;
-      }
-      if (!answer.ok()) continue;
-      (*described)[i] = *answer;
-      if (!answer->load_error().empty()) {
+      (*described)[i] = answer.ok() ? *answer : v1::DescribeResponse();
+      ready[i] = answer.ok() && answer->ready();
+      if (answer.ok() && !answer->load_error().empty()) {
         return absl::FailedPreconditionError(
             absl::StrCat(links[i]->Name(), " could not load: ", answer->load_error()));
       }
-      ready[i] = answer->ready();
     }
-    const auto loaded = std::count(ready.begin(), ready.end(), true);
-    if (loaded == static_cast<int64_t>(links.size())) return absl::OkStatus();
+    if (std::count(ready.begin(), ready.end(), true) == static_cast<int64_t>(links.size())) {
+      return absl::OkStatus();
+    }
     if (cancelled()) return absl::CancelledError("forming the group was cancelled");
-    if (MonotonicMicros() - told_us >= kProgressEveryUs) {
-      told_us = MonotonicMicros();
-      std::vector<std::string> missing;
-      for (size_t i = 0; i < links.size(); ++i) {
-        if (ready[i]) continue;
-        const v1::DescribeResponse& rank = (*described)[i];
-        missing.push_back(rank.tp() == 0 ? absl::StrCat(links[i]->Name(), " (no answer)")
-                                         : absl::StrCat(links[i]->Name(), " (", rank.loaded_bytes() >> 20,
-                                                        " of ", rank.total_bytes() >> 20, " MiB loaded)"));
+    const auto hung = std::find(silences.begin(), silences.end(), kMaxSilences);
+    if (again && hung != silences.end()) {
+      EndTheOthers(links, ready, *links[static_cast<size_t>(hung - silences.begin())]);
+      silences.assign(links.size(), 0);
+    } else if (const int64_t now_us = MonotonicMicros(); now_us - told_us >= kProgressEveryUs) {
+      std::string progress = Progress(links, ready, *described);
+      if (progress != told || now_us - told_us >= kUnchangedEveryUs) {
+        spdlog::info("{}", progress);
+        told = std::move(progress);
+        told_us = now_us;
       }
-      spdlog::info("{} of {} ranks are ready; waiting for {}", loaded, links.size(),
-                   absl::StrJoin(missing, ", "));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(kPollMs));
   }

@@ -129,6 +129,24 @@ TEST_CASE("a rank that cannot load is named with its reason") {
   CheckNamed(ranks, "rank 3", "model-00002.safetensors: missing");
 }
 
+TEST_CASE("a rank that was ready and ended before the others came is waited for again") {
+  Ranks ranks;
+  const auto set_ready = [&](int rank, bool ready) {
+    const std::lock_guard lock(ranks.workers[rank]->description_mutex);
+    ranks.workers[rank]->description.set_ready(ready);
+  };
+  set_ready(3, false);
+  ranks.group->Form();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  ranks.workers[0]->Stop();
+  set_ready(3, true);
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  CHECK(ranks.group->state() == GroupState::kJoining);
+  ranks.workers[0]->Restart();
+  REQUIRE(ranks.WaitState(GroupState::kServing));
+  CHECK(ranks.group->epoch() == 1);
+}
+
 TEST_CASE("ranks that do not belong together are refused") {
   std::vector<v1::DescribeResponse> described(2);
   for (uint32_t rank = 0; rank < 2; ++rank) {
