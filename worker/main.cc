@@ -26,6 +26,10 @@
 #include "worker/service/metrics.h"
 #include "worker/service/worker_service.h"
 
+namespace kdt {
+constexpr int64_t kValidateEvery = 64;
+}  // namespace kdt
+
 ABSL_FLAG(std::string, model, "", "folder of the target checkpoint");
 ABSL_FLAG(std::string, drafter, "", "folder of the DFlash drafter; empty: none");
 ABSL_FLAG(int64_t, draft_window, 0, "context positions the drafter sees, counted from the end; 0: all");
@@ -33,11 +37,11 @@ ABSL_FLAG(double, draft_rope_factor, 0, "drafter's rope attention factor; 0: wha
 ABSL_FLAG(int, rank, 0, "this worker's rank, 0 .. tp - 1");
 ABSL_FLAG(int, tp, 1, "tensor-parallel size");
 ABSL_FLAG(std::string, backend, "cpu", "device to run on");
-ABSL_FLAG(int, device, -1, "GPU to run on (cuda); -1: the rank modulo the number of GPUs");
+ABSL_FLAG(int, device, -1, "GPU to run on (cuda only); -1: the rank modulo the number of GPUs");
 ABSL_FLAG(
     std::string, collective, "auto",
     "how ranks sum: auto; shm (cpu); ipc or nccl (cuda), where auto takes the faster one for each size");
-ABSL_FLAG(int, threads, 1, "compute threads (cpu)");
+ABSL_FLAG(int, threads, 1, "compute threads (cpu only)");
 ABSL_FLAG(std::string, listen, "127.0.0.1:0",
           "HOST:PORT or unix:PATH of the coordinator's side; port 0 takes a free one");
 ABSL_FLAG(int, metrics_port, -1, "Prometheus port; 0 takes a free one; -1: none");
@@ -54,11 +58,13 @@ ABSL_FLAG(std::string, moe, "tensor",
           "routed experts: tensor (each rank has a slice of every expert) or expert (whole experts)");
 ABSL_FLAG(std::string, attention, "fast",
           "fast; reference: the slow and plain kernel; validate: fast, and compared with the reference on a "
-          "sample of steps");
-ABSL_FLAG(bool, strict, false,
-          "cuda: a step that allocates, frees or copies pageable memory behind the start fails, with the "
-          "call named");
-ABSL_FLAG(int64_t, validate_every, 64, "with --attention=validate: compare every so many steps");
+          "sample of steps. The cpu's kernel is its own reference");
+ABSL_FLAG(
+    bool, strict, false,
+    "a step that allocates, frees or copies pageable memory behind the start fails, with the call named "
+    "(cuda only)");
+ABSL_FLAG(int64_t, validate_every, kdt::kValidateEvery,
+          "with --attention=validate: compare every so many steps");
 ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
 ABSL_FLAG(bool, die_with_parent, false, "end when the process that started this one ends");
 
@@ -75,6 +81,28 @@ constexpr std::chrono::milliseconds kAnswerGrace{100};
 int Fail(absl::string_view message) {
   std::fprintf(stderr, "kdt-worker: %.*s\n", static_cast<int>(message.size()), message.data());
   return 2;
+}
+
+// A flag that would do nothing is refused: whoever gave it counts on it.
+absl::Status CheckFlagsApply() {
+  const auto needs = [](bool given, absl::string_view flag, absl::string_view what) {
+    if (!given) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat("--", flag, " does nothing without ", what));
+  };
+  const std::string backend = absl::GetFlag(FLAGS_backend);
+  const bool drafts = !absl::GetFlag(FLAGS_drafter).empty();
+  const bool validates = absl::GetFlag(FLAGS_attention) == "validate";
+  for (const absl::Status& status :
+       {needs(backend == "cpu" && absl::GetFlag(FLAGS_strict), "strict", "--backend=cuda"),
+        needs(backend == "cpu" && absl::GetFlag(FLAGS_device) != -1, "device", "--backend=cuda"),
+        needs(backend != "cpu" && absl::GetFlag(FLAGS_threads) != 1, "threads", "--backend=cpu"),
+        needs(!drafts && absl::GetFlag(FLAGS_draft_window) != 0, "draft_window", "--drafter"),
+        needs(!drafts && absl::GetFlag(FLAGS_draft_rope_factor) != 0, "draft_rope_factor", "--drafter"),
+        needs(!validates && absl::GetFlag(FLAGS_validate_every) != kValidateEvery, "validate_every",
+              "--attention=validate")}) {
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<EngineOptions> OptionsFromFlags() {
@@ -170,6 +198,7 @@ absl::StatusOr<std::unique_ptr<Engine>> LoadWithProgress(const EngineOptions& op
 int Run() {
   absl::StatusOr<EngineOptions> options = OptionsFromFlags();
   if (!options.ok()) return Fail(options.status().message());
+  if (const absl::Status apply = CheckFlagsApply(); !apply.ok()) return Fail(apply.message());
   const auto listen = ParseAddress(absl::GetFlag(FLAGS_listen), "--listen");
   if (!listen.ok()) return Fail(listen.status().message());
   const auto tls = GroupTlsFromFlags();

@@ -50,7 +50,7 @@ ABSL_FLAG(
     "Prometheus port of the coordinator, rank r has the port P + 1 + r; 0: each takes a free one; -1: none");
 ABSL_FLAG(std::string, metrics_host, "", "address of the Prometheus ports; empty: the programs' default");
 ABSL_FLAG(int, threads, 0,
-          "compute threads a worker (CPU); 0: the machine's cores shared out over the ranks");
+          "with --backend=cpu: compute threads a worker; 0: the machine's cores shared out over the ranks");
 ABSL_FLAG(std::string, kv_dtype, "", "f32 or bf16; empty: the backend's default");
 ABSL_FLAG(int64_t, kv_bytes, 0, "bytes of KV pool a rank; 0: the worker's default");
 ABSL_FLAG(int64_t, kv_slots, 0, "KV slots a rank instead of kv_bytes; 0: by bytes");
@@ -183,6 +183,10 @@ int main(int argc, char** argv) {
   if (!drafter.empty() && !std::filesystem::is_directory(drafter)) {
     return Fail(absl::StrCat("--drafter: no folder ", drafter));
   }
+  if (drafter.empty() &&
+      (absl::GetFlag(FLAGS_draft_window) != 0 || absl::GetFlag(FLAGS_draft_rope_factor) != 0)) {
+    return Fail("--draft_window and --draft_rope_factor do nothing without --drafter");
+  }
   if (options.tp < 1 || options.tp > 64) return Fail(absl::StrCat("--tp: ", options.tp, " is not in 1..64"));
   if (const absl::Status status = ReadPlacement(&options); !status.ok()) {
     return Fail(std::string(status.message()));
@@ -206,10 +210,15 @@ int main(int argc, char** argv) {
   if (threads < 0 || threads > 1024) return Fail(absl::StrCat("--threads: ", threads, " is not in 0..1024"));
   if (threads == 0)
     threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / options.ranks);
+  const std::string backend = absl::GetFlag(FLAGS_backend);
+  if (backend != "cpu") {
+    if (absl::GetFlag(FLAGS_threads) != 0) spdlog::warn("--threads does nothing without --backend=cpu");
+    threads = 0;
+  }
 
-  options.worker_args = {absl::StrCat("--model=", model),
-                         absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend)),
-                         absl::StrCat("--threads=", threads), absl::StrCat("--log_level=", log_level)};
+  options.worker_args = {absl::StrCat("--model=", model), absl::StrCat("--backend=", backend),
+                         absl::StrCat("--log_level=", log_level)};
+  PassOn<int>(options.worker_args, "threads", threads, 0);
   PassOn<std::string>(options.worker_args, "drafter", drafter, "");
   PassOn<int64_t>(options.worker_args, "draft_window", absl::GetFlag(FLAGS_draft_window), 0);
   PassOn<double>(options.worker_args, "draft_rope_factor", absl::GetFlag(FLAGS_draft_rope_factor), 0);

@@ -274,8 +274,10 @@ TEST_CASE("each rank gets its GPU, in turn where there are fewer, and the flags 
   const auto own = started_with({"--backend=cuda"});
   CHECK(has(own[0], "--device=0"));
   CHECK(has(own[2], "--device=2"));
+  CHECK(own[0].find("--threads") == std::string::npos);
   const auto cpu = started_with({});
   CHECK(cpu[0].find("--device") == std::string::npos);
+  CHECK(cpu[0].find("--threads=") != std::string::npos);
 }
 
 TEST_CASE("contradictory flags are refused") {
@@ -283,6 +285,7 @@ TEST_CASE("contradictory flags are refused") {
   for (const std::vector<std::string>& flags : std::vector<std::vector<std::string>>{
            {"--role=worker"},
            {"--devices=0"},
+           {"--draft_window=64"},
            {"--backend=cuda", "--devices=0,x"},
            {"--role=workers"},
            {"--socket_dir=/tmp"},

@@ -252,21 +252,29 @@ TEST_CASE("a killed worker is named by the other one, which goes on", "[worker]"
 
 TEST_CASE("a bad flag is named and the status is 2", "[worker]") {
   TempFolder folder;
-  const std::vector<std::pair<std::string, std::string>> cases = {{"--rank=2", "--rank"},
-                                                                  {"--tp=0", "--tp"},
-                                                                  {"--backend=tpu", "--backend"},
-                                                                  {"--kv_dtype=f16", "--kv_dtype"},
-                                                                  {"--collective=nccl", "--collective"},
-                                                                  {"--collective=fast", "--collective"},
-                                                                  {"--device=-2", "--device"},
-                                                                  {"--attention=slow", "--attention"},
-                                                                  {"--validate_every=0", "--validate_every"},
-                                                                  {"--max_rows=0", "--max_rows"},
-                                                                  {"--listen=nowhere", "--listen"},
-                                                                  {"--threads=0", "--threads"},
-                                                                  {"--kv_slots=-1", "--kv_slots"},
-                                                                  {"--model=", "--model"},
-                                                                  {"--log_level=loud", "log_level"}};
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"--rank=2", "--rank"},
+      {"--tp=0", "--tp"},
+      {"--backend=tpu", "--backend"},
+      {"--kv_dtype=f16", "--kv_dtype"},
+      {"--collective=nccl", "--collective"},
+      {"--collective=fast", "--collective"},
+      {"--device=-2", "--device"},
+      {"--attention=slow", "--attention"},
+      {"--validate_every=0", "--validate_every"},
+      {"--max_rows=0", "--max_rows"},
+      {"--listen=nowhere", "--listen"},
+      {"--threads=0", "--threads"},
+      {"--kv_slots=-1", "--kv_slots"},
+      {"--model=", "--model"},
+      {"--log_level=loud", "log_level"},
+      // What would do nothing.
+      {"--strict", "--strict"},
+      {"--device=0", "--device"},
+      {"--validate_every=8", "--validate_every"},
+      {"--draft_window=64", "--draft_window"},
+      {"--draft_rope_factor=2", "--draft_rope_factor"},
+      {"--collective=ipc", "--collective"}};
   for (const auto& [flag, name] : cases) {
     Worker worker(folder, 0, 2, {flag});
     REQUIRE(worker.process().WaitEnded(kStartMs));
