@@ -77,11 +77,14 @@ WorkerMetrics::WorkerMetrics(const WorkerIdentity& identity, std::shared_ptr<pro
   fragmentation_ = gauge("kdt_worker_kv_fragmentation_ratio", "1 - largest free extent / free slots");
   moved_bytes_ =
       counter("kdt_worker_kv_moved_bytes_total", "Bytes of KV rows moved by commits and relocation");
-  busy_ratio_ = gauge("kdt_worker_busy_ratio",
-                      "Share of step time not spent waiting for other ranks, over the last second of steps");
-  expert_imbalance_ = gauge("kdt_worker_expert_imbalance_ratio",
-                            "Busiest expert's rows over the mean expert's, mean of the layers; 1 is even");
-  expert_rank_imbalance_ = gauge(
+  const auto late = [&](const char* name, const char* help) {
+    return LateGauge{&prometheus::BuildGauge().Name(name).Help(help).Register(*registry_)};
+  };
+  busy_ratio_ = late("kdt_worker_busy_ratio",
+                     "Share of step time not spent waiting for other ranks, over the last second of steps");
+  expert_imbalance_ = late("kdt_worker_expert_imbalance_ratio",
+                           "Busiest expert's rows over the mean expert's, mean of the layers; 1 is even");
+  expert_rank_imbalance_ = late(
       "kdt_worker_expert_rank_imbalance_ratio",
       "Distinct experts that the busiest rank reads for a layer over the mean rank's; 1 unless --moe=expert");
   attention_values_ = counter("kdt_worker_attention_checked_values_total",
@@ -131,12 +134,12 @@ void WorkerMetrics::Observe(const v1::StepRequest& request, const v1::StepRespon
   window_busy_us_ += busy_us;
   window_total_us_ += timings.total_us();
   if (window_total_us_ >= kBusyWindowUs) {
-    busy_ratio_->Set(window_busy_us_ / window_total_us_);
+    Set(&busy_ratio_, window_busy_us_ / window_total_us_);
     window_busy_us_ = window_total_us_ = 0;
   }
-  if (response.expert_imbalance() > 0) expert_imbalance_->Set(response.expert_imbalance());
+  if (response.expert_imbalance() > 0) Set(&expert_imbalance_, response.expert_imbalance());
   if (response.expert_rank_imbalance() > 0) {
-    expert_rank_imbalance_->Set(response.expert_rank_imbalance());
+    Set(&expert_rank_imbalance_, response.expert_rank_imbalance());
   }
   for (const v1::SequenceResult& result : response.results()) {
     if (!result.error().empty()) failed_sequences_->Increment();
@@ -158,6 +161,11 @@ void WorkerMetrics::Observe(const v1::StepRequest& request, const v1::StepRespon
 void WorkerMetrics::SetStats(const EngineStats& stats) {
   SetAttention(stats.attention);
   if (!stats.replays.empty()) SetGraphs(stats);
+}
+
+void WorkerMetrics::Set(LateGauge* late, double value) {
+  if (late->gauge == nullptr) late->gauge = &late->family->Add(rank_);
+  late->gauge->Set(value);
 }
 
 prometheus::Labels WorkerMetrics::WithRank(const char* name, const std::string& value) const {

@@ -30,6 +30,12 @@ class WorkerMetrics {
   void SetDeviceMemory(uint64_t used, uint64_t total);
 
  private:
+  // A gauge that appears with its first value: before, 0 would read as one.
+  struct LateGauge {
+    prometheus::Family<prometheus::Gauge>* family = nullptr;
+    prometheus::Gauge* gauge = nullptr;
+  };
+  void Set(LateGauge* late, double value);
   void SetAttention(const AttentionErrors& errors);
   void SetGraphs(const EngineStats& stats);
   prometheus::Labels WithRank(const char* name, const std::string& value) const;
@@ -67,9 +73,7 @@ class WorkerMetrics {
   prometheus::Gauge* sequences_;
   prometheus::Gauge* runs_;
   prometheus::Gauge* fragmentation_;
-  prometheus::Gauge* busy_ratio_;
-  prometheus::Gauge* expert_imbalance_;
-  prometheus::Gauge* expert_rank_imbalance_;
+  LateGauge busy_ratio_, expert_imbalance_, expert_rank_imbalance_;
   // Families of series that only a backend with captured graphs has; made with the first one.
   prometheus::Family<prometheus::Counter>* replays_ = nullptr;
   prometheus::Family<prometheus::Gauge>* occupancy_ = nullptr;

@@ -45,6 +45,28 @@ TEST_CASE("graph series appear with the first graph and count replays by rows") 
   CHECK(Has(text, R"(kdt_worker_grid_fill_ratio{kernel="gemm",rank="3"} 2)"));
 }
 
+TEST_CASE("ratios that no step has told yet are not there") {
+  auto registry = std::make_shared<prometheus::Registry>();
+  WorkerIdentity identity;
+  identity.rank = 2;
+  WorkerMetrics metrics(identity, registry);
+  for (const char* name : {"kdt_worker_expert_imbalance_ratio{", "kdt_worker_expert_rank_imbalance_ratio{",
+                           "kdt_worker_busy_ratio{"}) {
+    CHECK(Text(*registry).find(name) == std::string::npos);
+  }
+  v1::StepResponse response;
+  response.set_expert_imbalance(1.5);
+  response.set_expert_rank_imbalance(1.25);
+  response.mutable_timings()->set_total_us(2e6);
+  response.mutable_timings()->set_collective_wait_us(5e5);
+  metrics.Observe({}, response);
+  const std::string text = Text(*registry);
+  INFO(text);
+  CHECK(Has(text, R"(kdt_worker_expert_imbalance_ratio{rank="2"} 1.5)"));
+  CHECK(Has(text, R"(kdt_worker_expert_rank_imbalance_ratio{rank="2"} 1.25)"));
+  CHECK(Has(text, R"(kdt_worker_busy_ratio{rank="2"} 0.75)"));
+}
+
 TEST_CASE("what validated steps found is counted once") {
   auto registry = std::make_shared<prometheus::Registry>();
   WorkerMetrics metrics(WorkerIdentity{}, registry);
