@@ -45,11 +45,27 @@ namespace kdt::kernels::cpu {
 HWY_EXPORT(GemmTarget);
 HWY_EXPORT(SiluMulRow);
 
+namespace {
+
+void Beside(Context& context, const GemmArgs& args) {
+  if (!args.beside_gated) return Gemm(context, {args.x, args.beside_w, args.beside_y});
+  const int64_t outs = args.beside_w.rows;
+  const Tensor gate_up =
+      MakeTensor(context.scratch[1].Get<float>(args.x.rows * outs), DType::kF32, args.x.rows, outs);
+  Gemm(context, {args.x, args.beside_w, gate_up});
+  SiluMul(context, {gate_up, args.beside_y});
+}
+
+}  // namespace
+
 void Gemm(Context& context, const GemmArgs& args) {
   KDT_CHECK(args.x.dtype == DType::kF32 && args.w.dtype == DType::kBF16 && args.y.dtype == DType::kF32);
   KDT_CHECK(args.w.cols * (args.gated ? 2 : 1) == args.x.cols && args.y.rows == args.x.rows &&
             args.y.cols == args.w.rows);
-  if (args.x.rows == 0 || args.w.rows == 0) return;
+  KDT_CHECK(args.beside_w.rows == 0 || !args.gated);
+  if (args.x.rows == 0) return;
+  if (args.beside_w.rows > 0) Beside(context, args);
+  if (args.w.rows == 0) return;
   if (!args.gated) return HWY_DYNAMIC_DISPATCH(GemmTarget)(context, args);
   GemmArgs plain = args;
   plain.gated = false;

@@ -261,13 +261,51 @@ cudaError_t GatedApart(const Launch& launch, const kernels::GemmArgs& args) {
   return Gemm(rest, plain);
 }
 
+bool IsBf16(const kernels::Tensor& t) { return t.dtype == kernels::DType::kBF16; }
+
+// Few rows in one launch; else one after the other, with what goes into the activation at the end of the
+// workspace.
+cudaError_t GemmBeside(const Launch& launch, const kernels::GemmArgs& args) {
+  if (args.gated || !IsBf16(args.x) || !IsBf16(args.w) || !IsBf16(args.beside_w))
+    return cudaErrorInvalidValue;
+  const SkinnyGemm together = MakeSkinny(args);
+  if (args.x.rows == 0) return cudaSuccess;
+  if (args.x.rows <= kSkinnyRows && args.w.rows > 0 && Fits(together)) return RunSkinny(launch, together);
+  kernels::GemmArgs first = args;
+  first.beside_w = first.beside_y = {};
+  first.beside_gated = false;
+  if (const cudaError_t error = Gemm(launch, first); error != cudaSuccess) return error;
+  if (!args.beside_gated) return Gemm(launch, {args.x, args.beside_w, args.beside_y});
+  const int64_t rows = args.x.rows, outs = args.beside_w.rows;
+  const size_t bytes = (static_cast<size_t>(rows * outs) * sizeof(bf16) + 255) / 256 * 256;
+  if (bytes > launch.workspace_bytes) return cudaErrorInvalidValue;
+  Launch rest = launch;
+  rest.workspace_bytes = (launch.workspace_bytes - bytes) / 256 * 256;
+  const kernels::Tensor gate_up = kernels::MakeTensor(
+      static_cast<char*>(launch.workspace) + rest.workspace_bytes, kernels::DType::kBF16, rows, outs);
+  const cudaError_t error = Gemm(rest, {args.x, args.beside_w, gate_up});
+  return error == cudaSuccess ? SiluMul(launch, {gate_up, args.beside_y}) : error;
+}
+
 }  // namespace
+
+SkinnyGemm MakeSkinny(const kernels::GemmArgs& args) {
+  SkinnyGemm gemm = MakeSkinny(args.x, args.w, args.y);
+  gemm.accumulate = args.accumulate;
+  gemm.gated = args.gated;
+  gemm.beside = args.beside_w;
+  gemm.beside_y = args.beside_y;
+  gemm.beside_gated = args.beside_gated;
+  return gemm;
+}
 
 bool Fits(const SkinnyGemm& gemm) {
   const int64_t inputs = gemm.gated ? gemm.x.cols / 2 : gemm.x.cols;
   return inputs % 32 == 0 && inputs > 0 && gemm.x.stride % 8 == 0 && gemm.x_head % 8 == 0 &&
          gemm.w_stride % 8 == 0 && gemm.w_head % 8 == 0 && Aligned16(gemm.x.data) && Aligned16(gemm.w) &&
-         gemm.beside.stride % 8 == 0 && Aligned16(gemm.beside.data);
+         gemm.beside.stride % 8 == 0 && Aligned16(gemm.beside.data) &&
+         (!gemm.beside_gated || (gemm.beside.rows % 16 == 0 && gemm.beside_y.dtype == kernels::DType::kBF16 &&
+                                 gemm.beside_y.stride % 4 == 0 && Aligned16(gemm.beside_y.data)));
 }
 
 cudaError_t RunSkinny(const Launch& launch, const SkinnyGemm& gemm) {
@@ -279,12 +317,11 @@ cudaError_t RunSkinnyAndChoose(const Launch& launch, const SkinnyGemm& gemm, con
 }
 
 cudaError_t Gemm(const Launch& launch, const kernels::GemmArgs& args) {
+  if (args.beside_w.rows > 0) return GemmBeside(launch, args);
   if (args.x.rows == 0 || args.w.rows == 0) return cudaSuccess;
   if (args.x.dtype != kernels::DType::kBF16 || args.w.dtype != kernels::DType::kBF16)
     return cudaErrorInvalidValue;
-  SkinnyGemm gemm = MakeSkinny(args.x, args.w, args.y);
-  gemm.accumulate = args.accumulate;
-  gemm.gated = args.gated;
+  const SkinnyGemm gemm = MakeSkinny(args);
   if (args.gated && args.x.rows > kGatedRows) return GatedApart(launch, args);
   if (Fits(gemm)) return args.x.rows > kSkinnyRows ? ManyRows(launch, args) : RunSkinny(launch, gemm);
   const auto run = [&](auto* kernel, auto* y) {

@@ -38,6 +38,14 @@ class Collective {
     return status.ok() ? backend.RmsNorm(norm) : status;
   }
 
+  // AllReduceNorm(norm), then the backend's Gemm(gemm), whose x is norm.out: what stands behind most halves
+  // of a layer. All that both write is written, norm.out too, so that a group may do both in one kernel.
+  virtual absl::Status AllReduceNormGemm(kernels::Backend& backend, const kernels::RmsNormArgs& norm,
+                                         const kernels::GemmArgs& gemm) {
+    const absl::Status status = AllReduceNorm(backend, norm);
+    return status.ok() ? backend.Gemm(gemm) : status;
+  }
+
   // out = rank 0's `bytes`, rank 1's, ... (out holds size() * bytes). out and in may not overlap.
   virtual absl::Status AllGather(const void* in, size_t bytes, void* out) = 0;
 

@@ -8,7 +8,7 @@ namespace kdt {
 
 struct PhaseTimes {
   int64_t forward_ns = 0;  // the target's forward, attention, moe and dense below included
-  int64_t attention_ns = 0;
+  int64_t attention_ns = 0;  // behind its first projection, which goes with the sum in front of it
   int64_t moe_ns = 0;    // router and shared experts included
   int64_t dense_ns = 0;  // layers without experts
   int64_t draft_ns = 0;

@@ -87,7 +87,11 @@ absl::Status TargetForward::Run(const StepRows& rows, Collective& collective, co
 
   KDT_RETURN_IF_ERROR(Embed(rows.tokens, residual, collective));
   const auto layers = static_cast<int64_t>(weights_->layers.size());
+  const auto qkv_a = [&](const TargetLayerWeights& layer) -> kernels::GemmArgs {
+    return {normed, layer.qkv_a, MakeTensor(qkv_a_.data(), dtype, rows.rows, layer.qkv_a.rows)};
+  };
   KDT_RETURN_IF_ERROR(backend_->RmsNorm({residual, {}, weights_->layers[0].input_norm, eps, normed}));
+  KDT_RETURN_IF_ERROR(backend_->Gemm(qkv_a(weights_->layers[0])));
   KDT_RETURN_IF_ERROR(hook(-1, residual));
   for (int64_t l = 0; l < layers; ++l) {
     const TargetLayerWeights& layer = weights_->layers[l];
@@ -97,8 +101,9 @@ absl::Status TargetForward::Run(const StepRows& rows, Collective& collective, co
     KDT_RETURN_IF_ERROR(Mlp(layer, rows, times));
     // The layer's output is complete with the next one's first norm.
     if (l + 1 < layers) {
-      KDT_RETURN_IF_ERROR(collective.AllReduceNorm(
-          *backend_, {branch, residual, weights_->layers[l + 1].input_norm, eps, normed}));
+      const TargetLayerWeights& next = weights_->layers[l + 1];
+      KDT_RETURN_IF_ERROR(collective.AllReduceNormGemm(
+          *backend_, {branch, residual, next.input_norm, eps, normed}, qkv_a(next)));
     } else {
       KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
       KDT_RETURN_IF_ERROR(backend_->Add({branch, residual}));
@@ -108,7 +113,7 @@ absl::Status TargetForward::Run(const StepRows& rows, Collective& collective, co
   return absl::OkStatus();
 }
 
-// normed -> branch (this rank's heads only).
+// qkv_a -> branch (this rank's heads only).
 absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTimes* times) {
   PhaseTimer timer(&times->attention_ns);
   const TargetLayerWeights& layer = weights_->layers[l];
@@ -120,9 +125,7 @@ absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTime
   const int64_t rope = config_->qk_rope_head_dim;
   const int64_t v = config_->v_head_dim;
 
-  const Tensor normed = MakeTensor(normed_.data(), dtype, n, config_->hidden_size);
   const Tensor qkv_a = MakeTensor(qkv_a_.data(), dtype, n, q_lora + latent + rope);
-  KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.qkv_a, qkv_a}));
   const Tensor q = MakeTensor(q_.data(), dtype, n, heads_ * (nope + rope));
   const Tensor absorbed = MakeTensor(absorbed_.data(), dtype, n, heads_ * (latent + rope));
   KDT_RETURN_IF_ERROR(

@@ -19,7 +19,7 @@ struct SkinnyGemm {
   bool accumulate = false, gated = false;
   // A second matrix with the same inputs (one head): beside_y = x beside^T. No rows: none. With beside_gated
   // it is gate and up, half of its rows each (a multiple of 8), and beside_y = silu(gate) * up in bf16, by
-  // fours.
+  // fours (Fits looks at that).
   kernels::Tensor beside, beside_y;
   bool beside_gated = false;
 };
@@ -34,6 +34,8 @@ inline SkinnyGemm MakeSkinny(const kernels::Tensor& x, const kernels::Tensor& w,
   gemm.y = y;
   return gemm;
 }
+
+SkinnyGemm MakeSkinny(const kernels::GemmArgs& args);
 
 inline constexpr int kSkinnyRows = 64;  // more rows are another kernel's, where there is a choice
 

@@ -147,6 +147,11 @@ class PartCollective final : public Collective {
     KDT_RETURN_IF_ERROR(clock_->Enter(Part::kCollective));
     return inner_->AllReduceNorm(backend, norm);
   }
+  absl::Status AllReduceNormGemm(kernels::Backend& backend, const kernels::RmsNormArgs& norm,
+                                 const kernels::GemmArgs& gemm) override {
+    return clock_->enabled() ? Collective::AllReduceNormGemm(backend, norm, gemm)
+                             : inner_->AllReduceNormGemm(backend, norm, gemm);
+  }
   absl::Status AllGather(const void* in, size_t bytes, void* out) override {
     KDT_RETURN_IF_ERROR(clock_->Enter(Part::kCollective));
     KDT_RETURN_IF_ERROR(inner_->AllGather(in, bytes, out));

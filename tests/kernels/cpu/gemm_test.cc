@@ -65,6 +65,36 @@ TEST_CASE("a gated gemm has the bits of silu_mul before it", "[gemm][bits]") {
   }
 }
 
+TEST_CASE("a gemm with a matrix beside has the bits of the ops one by one", "[gemm][bits]") {
+  std::mt19937 rng(6);
+  const auto backend = MakeBackend(2);
+  for (const Shape& shape : {Shape{1, 256, 40}, Shape{9, 31, 7}, Shape{33, 16, 64}}) {
+    constexpr int64_t kInner = 12;
+    Matrix x(shape.rows, shape.inputs, 3), both(shape.rows, 2 * kInner);
+    Matrix y(shape.rows, shape.outs, 5), beside(shape.rows, kInner, 2),
+        plain_beside(shape.rows, 2 * kInner, 2);
+    Matrix alone(shape.rows, shape.outs, 5), activated(shape.rows, kInner, 2);
+    Bf16Matrix w(shape.outs, shape.inputs), beside_w(2 * kInner, shape.inputs);
+    x.Fill(rng);
+    w.Fill(rng);
+    beside_w.Fill(rng);
+    REQUIRE(backend->Gemm({x.tensor(), w.tensor(), alone.tensor()}).ok());
+    REQUIRE(backend->Gemm({x.tensor(), beside_w.tensor(), both.tensor()}).ok());
+    REQUIRE(backend->SiluMul({both.tensor(), activated.tensor()}).ok());
+    GemmArgs args{x.tensor(), w.tensor(), y.tensor()};
+    args.beside_w = beside_w.tensor();
+    args.beside_y = plain_beside.tensor();
+    REQUIRE(backend->Gemm(args).ok());
+    CHECK(SameBits(plain_beside, both));
+    args.beside_gated = true;
+    args.beside_y = beside.tensor();
+    REQUIRE(backend->Gemm(args).ok());
+    CHECK(SameBits(y, alone));
+    CHECK(SameBits(beside, activated));
+    CHECK((y.GapsUntouched() && beside.GapsUntouched() && plain_beside.GapsUntouched()));
+  }
+}
+
 TEST_CASE("a gemm row has the same bits alone, in any batch and with any thread count", "[gemm][bits]") {
   std::mt19937 rng(2);
   for (const int64_t inputs : {int64_t{256}, int64_t{100}}) {

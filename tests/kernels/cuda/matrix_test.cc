@@ -111,6 +111,41 @@ TEST_CASE("cuda: a gated gemm against silu_mul and gemm") {
   }
 }
 
+TEST_CASE("cuda: a gemm with a matrix beside against the ops one by one") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(19);
+  // Both in one kernel, with four and with eight shares of the inputs or more rows; too many rows; inputs
+  // that the skinny kernels do not take.
+  struct Shape {
+    int64_t outs, inner, in;
+  };
+  for (const Shape s : {Shape{384, 256, 7168}, Shape{1000, 520, 2048}, Shape{40, 24, 100}}) {
+    for (const int64_t rows : {1, 8, 40, 70}) {
+      Twin x(rng, rows, s.in), w(rng, s.outs, s.in), beside(rng, 2 * s.inner, s.in, 0.05f);
+      const auto bf16 = [](OnGpu<uint16_t>& y, int64_t r, int64_t cols) {
+        return MakeTensor(y.data(), DType::kBF16, r, cols);
+      };
+      OnGpu<float> y(rows * s.outs, 0xff);
+      OnGpu<uint16_t> both(rows * 2 * s.inner, 0xff), inner(rows * s.inner, 0xff);
+      GemmArgs args{x.gpu(), w.gpu(), MakeTensor(y.data(), DType::kF32, rows, s.outs)};
+      args.beside_w = beside.gpu();
+      args.beside_y = bf16(inner, rows, s.inner);
+      args.beside_gated = true;
+      REQUIRE(Gpu()->Gemm(args).ok());
+      const std::vector<float> expected_y = Product(x.host, w.host, rows, s.outs, s.in);
+      CHECK(RelativeError(y.Get(), expected_y) < 1e-5);
+      REQUIRE(Gpu()->Gemm({x.gpu(), beside.gpu(), bf16(both, rows, 2 * s.inner)}).ok());
+      OnGpu<uint16_t> activated(rows * s.inner, 0xff);
+      REQUIRE(Gpu()->SiluMul({bf16(both, rows, 2 * s.inner), bf16(activated, rows, s.inner)}).ok());
+      CHECK(RelativeError(ToFloat(inner.Get()), ToFloat(activated.Get())) < 4e-3);
+      args.beside_gated = false;
+      args.beside_y = bf16(both, rows, 2 * s.inner);
+      REQUIRE(Gpu()->Gemm(args).ok());
+      CHECK(RelativeError(ToFloat(both.Get()), Product(x.host, beside.host, rows, 2 * s.inner, s.in)) < 4e-3);
+    }
+  }
+}
+
 TEST_CASE("cuda: a row with NaN leaves the others as they are") {
   KDT_NEED_GPU();
   std::mt19937 rng(16);

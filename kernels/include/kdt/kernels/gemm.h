@@ -13,6 +13,11 @@ struct GemmArgs {
   bool accumulate = false;
   // x is [rows, 2 in], gate and up side by side, and silu(gate) * up takes its place: the bits of SiluMul before it.
   bool gated = false;
+  // A second matrix with the same inputs, for a second output: beside_y = x beside_w^T (never accumulated); no rows: none.
+  // With beside_gated it is gate and up, half of its rows each, and beside_y [rows, half as many] = silu(gate) * up: the
+  // bits of SiluMul behind a gemm. Not with `gated`.
+  Tensor beside_w, beside_y;
+  bool beside_gated = false;
 };
 
 // out = silu(gate) * up, where x holds gate in columns [0, n) and up in [n, 2n).
