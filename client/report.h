@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "kdt/v1/generation.pb.h"
 
 namespace kdt {
 
@@ -14,10 +13,7 @@ int Failed(const absl::Status& status);
 // A wrong call of the program on standard error; returns 2.
 int WrongCall(const std::string& text);
 
-// "[id logprob | id logprob, ...]" of one generated position, on a line of its own.
-void PrintLogprobs(const v1::PositionLogprobs& position);
-
-// Columns as wide as their widest cell, the first row as the head.
+// Columns as wide as their widest cell, the first row as the head. Cells are UTF-8.
 void PrintTable(const std::vector<std::vector<std::string>>& rows);
 
 }  // namespace kdt

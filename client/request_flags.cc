@@ -24,7 +24,8 @@ ABSL_FLAG(unsigned, min_tokens, 0, "tokens before the end may come");
 ABSL_FLAG(std::vector<std::string>, stop, {}, "stop strings, comma-separated");
 ABSL_FLAG(bool, ignore_eos, false, "go on behind the end token");
 ABSL_FLAG(bool, include_stop, false, "keep the matched stop string in the text");
-ABSL_FLAG(unsigned, logprobs, 0, "log-probabilities of each token and the K best");
+ABSL_FLAG(unsigned, logprobs, 0,
+          "generate: a table of each token's log-probability and the K best, behind the text");
 ABSL_FLAG(int, priority, 0, "larger first");
 ABSL_FLAG(std::string, speculation, "default", "default, off, chain or tree");
 ABSL_FLAG(std::optional<unsigned>, budget, std::nullopt, "drafted nodes a tree; unset: the server's choice");

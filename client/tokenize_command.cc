@@ -2,10 +2,10 @@
 #include <cstdio>
 
 #include "absl/flags/flag.h"
-#include "absl/strings/escaping.h"
 #include "client/commands.h"
 #include "client/connection.h"
 #include "client/report.h"
+#include "client/token_text.h"
 
 ABSL_FLAG(bool, parse_special, false, "read control tokens in the text as such");
 
@@ -24,14 +24,9 @@ int TokenizeCommand(const std::vector<std::string>& args) {
     return Failed(ToAbsl(status, context));
   }
   for (const uint32_t id : response.ids()) {
-    v1::DetokenizeRequest one;
-    one.add_ids(id);
-    v1::DetokenizeResponse text;
-    grpc::ClientContext one_context;
-    if (const auto status = (*stub)->Detokenize(&one_context, one, &text); !status.ok()) {
-      return Failed(ToAbsl(status, one_context));
-    }
-    std::printf("%8u  \"%s\"\n", id, absl::Utf8SafeCEscape(text.text()).c_str());
+    const auto token = QuotedToken(**stub, id);
+    if (!token.ok()) return Failed(token.status());
+    std::printf("%8u  %s\n", id, token->c_str());
   }
   std::printf("%d tokens\n", response.ids_size());
   return 0;

@@ -1,0 +1,19 @@
+#include "client/token_text.h"
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+
+namespace kdt {
+
+absl::StatusOr<std::string> QuotedToken(GenerationStub& stub, uint32_t id) {
+  v1::DetokenizeRequest request;
+  request.add_ids(id);
+  v1::DetokenizeResponse response;
+  grpc::ClientContext context;
+  if (const auto status = stub.Detokenize(&context, request, &response); !status.ok()) {
+    return ToAbsl(status, context);
+  }
+  return absl::StrCat("\"", absl::Utf8SafeCEscape(response.text()), "\"");
+}
+
+}  // namespace kdt

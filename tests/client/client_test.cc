@@ -1,0 +1,116 @@
+// What the client prints, from a server in this process with a toy group behind it.
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "common/process.h"
+#include "coordinator/api/server.h"
+#include "tests/coordinator/api/served_model.h"
+#include "tests/coordinator/scheduler/fixture.h"
+
+namespace kdt::testing {
+namespace {
+
+constexpr int kEndWithinMs = 20000;
+
+struct Served {
+  explicit Served(const SchedulerOptions& options = {})
+      : dir(*MakeTempDir("kdt-test-")),
+        harness(ToyOptions(), options),
+        server(*ApiServer::Start(*ParseAddress("127.0.0.1:0", "listen"), GoldenServedModel(), &harness.group,
+                                 harness.scheduler.get())) {
+    harness.group.on_step = [this](const v1::StepRequest&) {
+      return lost ? absl::UnavailableError("rank 3 is gone") : absl::OkStatus();
+    };
+    harness.Start();
+  }
+  ~Served() {
+    server.reset();
+    RemoveTree(dir);
+  }
+
+  // Standard output of `kdt ARGUMENTS`.
+  std::string Run(const std::string& arguments, int status = 0) {
+    const std::string path = dir + "/out";
+    ChildProcess::Options options;
+    options.name = "kdt";
+    options.argv = {"/bin/sh", "-c",
+                    absl::StrCat("exec ", KDT_BIN_DIR, "/kdt --server ", server->address().ToString(), " ",
+                                 arguments, " > ", path)};
+    auto process = ChildProcess::Start(options);
+    REQUIRE(process.ok());
+    REQUIRE(process->WaitEnded(kEndWithinMs));
+    CHECK(process->exit_status() == status);
+    std::ostringstream text;
+    text << std::ifstream(path).rdbuf();
+    return text.str();
+  }
+
+  const std::string dir;
+  std::atomic<bool> lost{false};
+  Harness harness;
+  std::unique_ptr<ApiServer> server;
+};
+
+const char kGenerate[] = "generate 'one two' --max_tokens 5 --ignore_eos --temperature 0 --nosummary ";
+
+}  // namespace
+
+TEST_CASE("kdt generate prints log-probabilities as a table behind the text") {
+  Served served;
+  const std::string text = served.Run(kGenerate);
+  CHECK(text.rfind("one two", 0) == 0);
+  const std::string both = served.Run(absl::StrCat(kGenerate, "--logprobs 2"));
+  INFO(both);
+  // The text as it is without, an empty line, and a line for each token under a head.
+  REQUIRE(both.rfind(text + "\n", 0) == 0);
+  const std::vector<std::string> lines = absl::StrSplit(both.substr(text.size() + 1), '\n');
+  REQUIRE(lines.size() == 7);
+  CHECK(std::vector<std::string>(absl::StrSplit(lines[0], ' ', absl::SkipEmpty())) ==
+        std::vector<std::string>{"id", "logprob", "token", "best"});
+  for (size_t i = 1; i <= 5; ++i) {
+    std::istringstream line(lines[i]);
+    uint32_t id = 0;
+    double logprob = 1;
+    CHECK(line >> id >> logprob);
+    CHECK(id < 1000);
+    CHECK(logprob <= 0);
+  }
+  CHECK(lines[6].empty());
+}
+
+TEST_CASE("kdt generate prints each of several samples with its own log-probabilities") {
+  Served served;
+  const std::string out = served.Run(absl::StrCat(kGenerate, "--n 2 --logprobs 1"));
+  INFO(out);
+  const size_t first = out.find("--- sample 0\n"), second = out.find("--- sample 1\n");
+  REQUIRE(first == 0);
+  REQUIRE(second != std::string::npos);
+  const size_t table = out.find("\nid "), other = out.find("\nid ", second);
+  CHECK(table < second);
+  CHECK(other != std::string::npos);
+}
+
+TEST_CASE("kdt info tells samples that a lost group holds") {
+  SchedulerOptions options;
+  options.rejoin = true;
+  Served served(options);
+  served.harness.group.step_time = std::chrono::milliseconds(2);
+  CHECK(served.Run("info").find("\nserving, epoch 1, 0 running, 0 waiting\n") != std::string::npos);
+  const auto client = served.harness.Submit(Spec(Prompt(20), 300));
+  REQUIRE(client->WaitTokens(0, 3));
+  served.harness.group.forms = false;
+  served.lost = true;
+  for (int i = 0; i < 2000 && served.harness.scheduler->running() > 0; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  const std::string held = served.Run("info", 1);
+  INFO(held);
+  CHECK(held.find("\nNOT serving, epoch 1, 0 running, 1 held, 0 waiting\n") != std::string::npos);
+  served.lost = false;
+  served.harness.group.forms = true;
+  CHECK(client->Wait().ok());
+}
+
+}  // namespace kdt::testing
