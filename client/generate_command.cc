@@ -66,6 +66,7 @@ int GenerateCommand(const std::vector<std::string>& args) {
   if (prompt == "-") {
     prompt.assign(std::istreambuf_iterator<char>(std::cin), std::istreambuf_iterator<char>());
   }
+  if (prompt.empty()) return WrongCall("generate needs a prompt: kdt generate \"TEXT\" or --prompt TEXT");
   v1::GenerateRequest request;
   request.set_text(prompt);
   if (const absl::Status status = RequestFromFlags(&request); !status.ok()) return Failed(status);
@@ -74,8 +75,10 @@ int GenerateCommand(const std::vector<std::string>& args) {
 
   const bool several = request.sampling().n() > 1;
   std::vector<Sample> samples;  // as many as the server answers: it knows the limit
-  if (absl::GetFlag(FLAGS_echo) && !several) std::fwrite(prompt.data(), 1, prompt.size(), stdout);
   const auto run = RunGeneration(**stub, request, [&](uint32_t index, const v1::Chunk& chunk) {
+    if (samples.empty() && absl::GetFlag(FLAGS_echo) && !several) {
+      std::fwrite(prompt.data(), 1, prompt.size(), stdout);
+    }
     if (samples.size() <= index) samples.resize(index + 1);
     Sample& sample = samples[index];
     sample.logprobs.insert(sample.logprobs.end(), chunk.logprobs().begin(), chunk.logprobs().end());
@@ -86,7 +89,7 @@ int GenerateCommand(const std::vector<std::string>& args) {
     std::fwrite(chunk.text().data(), 1, chunk.text().size(), stdout);
     std::fflush(stdout);
   });
-  if (!several) std::printf("\n");
+  if (!several && !samples.empty()) std::printf("\n");
   for (size_t i = 0; i < samples.size(); ++i) {
     if (several) std::printf("%s--- sample %zu\n%s\n", i > 0 ? "\n" : "", i, samples[i].text.c_str());
     if (samples[i].logprobs.empty()) continue;

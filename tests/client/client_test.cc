@@ -93,6 +93,12 @@ TEST_CASE("kdt generate prints each of several samples with its own log-probabil
   CHECK(other != std::string::npos);
 }
 
+TEST_CASE("a request that is refused leaves standard output empty") {
+  Served served;
+  CHECK(served.Run("generate 'one two' --top_p 2", 1).empty());
+  CHECK(served.Run("generate ''", 2).empty());
+}
+
 TEST_CASE("kdt info tells samples that a lost group holds") {
   SchedulerOptions options;
   options.rejoin = true;
