@@ -40,7 +40,7 @@ enum class Form {
   kMost,    // as kMany, with lists of pairs in the workspace
   kRagged,  // as kMany, for any widths
 };
-inline constexpr int kFewestRows = 2, kFewRows = 4, kDirectPairs = 64;  // the most for kFewest and kFew
+inline constexpr int kFewestRows = 3, kFewRows = 8, kDirectPairs = 64;  // the most for kFewest and kFew
 static_assert(kFewRows <= kDirectTeam);
 __host__ __device__ constexpr bool IsDirect(Form form) { return form == Form::kFewest || form == Form::kFew; }
 // A warp's slices of a tile of gate_up.
