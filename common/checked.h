@@ -1,9 +1,8 @@
-// Arithmetic on sizes that come from outside: a product or sum that does not fit is an error, never a wrapped
+// Arithmetic on sizes that come from outside: a product that does not fit is an error, never a wrapped
 // number.
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <span>
 
@@ -13,12 +12,6 @@ namespace kdt {
 inline std::optional<uint64_t> CheckedMul(uint64_t a, uint64_t b) {
   uint64_t result;
   if (__builtin_mul_overflow(a, b, &result)) return std::nullopt;
-  return result;
-}
-
-inline std::optional<uint64_t> CheckedAdd(uint64_t a, uint64_t b) {
-  uint64_t result;
-  if (__builtin_add_overflow(a, b, &result)) return std::nullopt;
   return result;
 }
 
@@ -37,14 +30,6 @@ inline std::optional<uint64_t> CheckedProduct(std::span<const int64_t> extents) 
     if (!result) return std::nullopt;
   }
   return has_zero ? 0 : result;
-}
-
-// nullopt when the value does not fit in To (both integers).
-template <typename To, typename From>
-constexpr std::optional<To> CheckedCast(From value) {
-  const To result = static_cast<To>(value);
-  if (static_cast<From>(result) != value || (result < To{}) != (value < From{})) return std::nullopt;
-  return result;
 }
 
 }  // namespace kdt

@@ -1,7 +1,9 @@
 // compressed-tensors "pack-quantized" INT4, symmetric, one BF16 scale for a group of input values. For a
 // weight [out, in]:
-//   weight_packed I32  [out, in / 8]      eight consecutive input values an int32; value i in bits 4i ..
-//   4i+3, as q + 8 weight_scale  BF16 [out, in / group] weight_shape  I32  [2] = {out, in}
+//   weight_packed I32  [out, in / 8]      eight consecutive input values an int32; value i in bits 4i..4i+3,
+//                                         as q + 8
+//   weight_scale  BF16 [out, in / group]
+//   weight_shape  I32  [2] = {out, in}
 // w[o, i] = (nibble - 8) * scale[o, i / group].
 // The scalar functions here are the oracle for the kernels; they are not meant to be fast.
 #pragma once

@@ -28,15 +28,6 @@ absl::StatusOr<TreePolicy> ParseTreePolicy(absl::string_view name) {
 
 absl::string_view TreePolicyName(TreePolicy policy) { return kPolicies[static_cast<size_t>(policy)].name; }
 
-void Tree::Truncate(size_t budget) {
-  const size_t size = std::min(budget + 1, tokens.size());
-  tokens.resize(size);
-  parents.resize(size);
-  depths.resize(size);
-  ranks.resize(size);
-  log_probs.resize(size);
-}
-
 // Python's order of rank tuples: the first difference decides, a prefix comes before what it begins.
 int TreeBuilder::CompareRanks(const Candidate& a, const Candidate& b) const {
   const size_t depth_a = tree_.depths[a.parent], depth_b = tree_.depths[b.parent];

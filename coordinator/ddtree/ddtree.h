@@ -37,7 +37,7 @@ struct DraftGuesses {
 };
 
 // A tree in structure-of-arrays form; index 0 is the root. Built trees are nested: the first n + 1 entries
-// are the tree of budget n under the same policy, so a tree is cut to a smaller budget by Truncate.
+// are the tree of budget n under the same policy.
 struct Tree {
   std::vector<uint32_t> tokens;
   std::vector<int32_t> parents;   // -1 for the root; parents[i] < i
@@ -47,7 +47,6 @@ struct Tree {
 
   size_t size() const { return tokens.size(); }         // nodes, root included
   size_t drafted() const { return tokens.size() - 1; }  // root not counted
-  void Truncate(size_t budget);
 };
 
 // Builds trees in buffers of its own: no allocation after the first tree of a size. One thread at a time.

@@ -16,7 +16,6 @@ class StepResponse;
 }  // namespace v1
 
 enum class GroupState { kDown, kJoining, kServing };
-absl::string_view GroupStateName(GroupState state);
 
 // What every rank of the group can do: the smallest of what the ranks told.
 struct GroupLimits {

@@ -25,18 +25,6 @@ int RankTimeoutMs(int step_timeout_ms) { return std::max(1, step_timeout_ms * 4 
 
 }  // namespace
 
-absl::string_view GroupStateName(GroupState state) {
-  switch (state) {
-    case GroupState::kDown:
-      return "down";
-    case GroupState::kJoining:
-      return "joining";
-    case GroupState::kServing:
-      return "serving";
-  }
-  return "unknown";
-}
-
 RankGroup::RankGroup(RankGroupOptions options) : options_(std::move(options)) {
   KDT_CHECK(!options_.addresses.empty());
   for (size_t i = 0; i < options_.addresses.size(); ++i) {

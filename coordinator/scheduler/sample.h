@@ -50,9 +50,8 @@ struct Request {
   std::shared_ptr<RequestSink> sink;
   std::vector<std::unique_ptr<Sample>> samples;
   uint32_t unfinished = 0;
-  bool ended = false;          // the sink has got its End
-  uint32_t cached_tokens = 0;  // of the prompt, found in the prefix cache
-  bool counted_cached = false;
+  bool ended = false;                                 // the sink has got its End
+  uint32_t cached_tokens = 0;                         // of the prompt, found in the prefix cache
   std::vector<v1::PositionLogprobs> prompt_logprobs;  // [prompt - 1] once complete
   int64_t submitted_us = 0;
 };

@@ -49,8 +49,6 @@ class SequenceStore {
 
   uint64_t free_slots() const { return ledger_.free(); }
   const SlotLedger& ledger() const { return ledger_; }
-  size_t cached_sequences() const { return cache_.size(); }
-  bool has_ops() const { return !ops_.empty(); }
   // Moves the operations since the last call into the step, in order.
   void TakeOps(v1::StepRequest* request);
 

@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "common/address.h"
@@ -24,19 +23,12 @@ namespace {
 using Catch::Matchers::ContainsSubstring;
 
 TEST_CASE("checked arithmetic reports overflow") {
-  constexpr uint64_t kMax = std::numeric_limits<uint64_t>::max();
   CHECK(CheckedMul(1u << 31, 2) == uint64_t{1} << 32);
   CHECK_FALSE(CheckedMul(uint64_t{1} << 32, uint64_t{1} << 32).has_value());
-  CHECK(CheckedAdd(kMax - 1, 1) == kMax);
-  CHECK_FALSE(CheckedAdd(kMax, 1).has_value());
   CHECK(CheckedProduct(std::vector<int64_t>{}) == 1u);
   CHECK(CheckedProduct(std::vector<int64_t>{3, 0, 5}) == 0u);
   CHECK_FALSE(CheckedProduct(std::vector<int64_t>{3, -1}).has_value());
   CHECK_FALSE(CheckedProduct(std::vector<int64_t>{int64_t{1} << 62, 4}).has_value());
-  CHECK(CheckedCast<uint32_t>(int64_t{4294967295}) == 4294967295u);
-  CHECK_FALSE(CheckedCast<uint32_t>(int64_t{4294967296}).has_value());
-  CHECK_FALSE(CheckedCast<uint32_t>(int64_t{-1}).has_value());
-  CHECK_FALSE(CheckedCast<int32_t>(uint32_t{0x80000000u}).has_value());
 }
 
 TEST_CASE("bfloat16 rounds to nearest even") {

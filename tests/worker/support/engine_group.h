@@ -33,7 +33,6 @@ class EngineGroup {
 
   kernels::Backend& backend(int rank) { return *ranks_[rank].backend; }
   Engine& engine(int rank) { return *ranks_[rank].engine; }
-  uint64_t next_step() const { return next_step_; }
 
  private:
   struct Rank {
