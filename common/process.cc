@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -54,9 +55,11 @@ absl::StatusOr<ChildProcess> ChildProcess::Start(const Options& options) {
   sigfillset(&all);
   posix_spawnattr_setsigmask(&attributes, &none);
   posix_spawnattr_setsigdefault(&attributes, &all);
-  // In a process group of its own, so that Ctrl-C in a terminal reaches the parent alone, which then ends its children.
+  // In a process group of its own, so that Ctrl-C in a terminal reaches the parent alone, which then ends its
+  // children.
   posix_spawnattr_setpgroup(&attributes, 0);
-  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETPGROUP);
+  posix_spawnattr_setflags(&attributes,
+                           POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETPGROUP);
 
   std::vector<char*> argv;
   for (const std::string& arg : options.argv) argv.push_back(const_cast<char*>(arg.c_str()));
@@ -159,6 +162,20 @@ absl::StatusOr<std::string> ChildProcess::WaitForLine(const std::string& prefix,
       return absl::UnavailableError(absl::StrCat(name_, " ", EndReason()));
     }
   }
+}
+
+bool DieWithParent() {
+  const pid_t parent = getppid();
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  return getppid() == parent;  // else it ended before the request was in place
+}
+
+sigset_t BlockSignals(std::initializer_list<int> signals) {
+  sigset_t set;
+  sigemptyset(&set);
+  for (const int signal : signals) sigaddset(&set, signal);
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  return set;
 }
 
 std::string ExecutableDir() {

@@ -1,8 +1,10 @@
-// Child processes: start, watch, signal. Used by kdt-launch and by tests that start real processes.
+// Child processes: start, watch, signal; and what a program does at its start to be a good one.
 #pragma once
 
+#include <signal.h>
 #include <sys/types.h>
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -60,6 +62,13 @@ class ChildProcess {
   std::string unread_;         // standard output behind the last complete line
   std::optional<int> status_;  // as waitpid gives it
 };
+
+// Has the kernel kill this process when its parent ends. False: the parent has ended already.
+bool DieWithParent();
+
+// Blocks the signals in this thread and in those that it starts from now on, so that they come only to who
+// waits for the set. Call it before any thread starts.
+sigset_t BlockSignals(std::initializer_list<int> signals);
 
 // The folder of the running executable, for finding its siblings.
 std::string ExecutableDir();

@@ -3,7 +3,6 @@
 #include <poll.h>
 #include <prometheus/registry.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
@@ -24,6 +23,7 @@
 #include "common/group_security.h"
 #include "common/log.h"
 #include "common/metrics.h"
+#include "common/process.h"
 #include "common/status.h"
 #include "coordinator/api/security_flags.h"
 #include "coordinator/api/server.h"
@@ -142,8 +142,8 @@ absl::StatusOr<SpeculationOptions> ReadSpeculation() {
   return options;
 }
 
-// Serves until SIGTERM or until the group is lost; returns the exit status.
-absl::StatusOr<int> Serve() {
+// Serves until one of `signals` comes or until the group is lost; returns the exit status.
+absl::StatusOr<int> Serve(const sigset_t& signals) {
   KDT_RETURN_IF_ERROR(CheckFlags());
   KDT_ASSIGN_OR_RETURN(const Address listen, ParseAddress(absl::GetFlag(FLAGS_listen), "--listen"));
   KDT_ASSIGN_OR_RETURN(const ApiSecurity security, ApiSecurityFromFlags(listen));
@@ -154,10 +154,6 @@ absl::StatusOr<int> Serve() {
   KDT_CHECK(pipe2(pipe_fds, O_CLOEXEC | O_NONBLOCK) == 0);
   events.pipe_read = pipe_fds[0];
   events.pipe_write = pipe_fds[1];
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
   const int signal_fd = signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
   KDT_CHECK(signal_fd >= 0);
 
@@ -259,23 +255,13 @@ absl::StatusOr<int> Serve() {
 
 int main(int argc, char** argv) {
   kdt::ParseFlags(argc, argv, "serves the public API in front of a group of workers");
-  if (absl::GetFlag(FLAGS_die_with_parent)) {
-    const pid_t parent = getppid();
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) return 1;  // it ended before the request was in place
-  }
+  if (absl::GetFlag(FLAGS_die_with_parent) && !kdt::DieWithParent()) return 1;
   if (const absl::Status status = kdt::InitLogging("coordinator", absl::GetFlag(FLAGS_log_level));
       !status.ok()) {
     std::fprintf(stderr, "kdt-coordinator: %s\n", std::string(status.message()).c_str());
     return 2;
   }
-  // Before any thread starts, so that all of them have it: signals are read by the main loop alone.
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
-  sigprocmask(SIG_BLOCK, &signals, nullptr);
-  const absl::StatusOr<int> served = kdt::Serve();
+  const absl::StatusOr<int> served = kdt::Serve(kdt::BlockSignals({SIGTERM, SIGINT}));
   if (!served.ok()) {
     spdlog::error("{}", served.status().message());
     return 1;

@@ -1,6 +1,5 @@
 // kdt-worker: one tensor-parallel rank behind the gRPC service kdt.v1.Worker.
 #include <signal.h>
-#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -19,6 +18,7 @@
 #include "common/group_security.h"
 #include "common/log.h"
 #include "common/metrics.h"
+#include "common/process.h"
 #include "worker/backend_factory.h"
 #include "worker/collective/factory.h"
 #include "worker/engine/engine.h"
@@ -195,7 +195,8 @@ absl::StatusOr<std::unique_ptr<Engine>> LoadWithProgress(const EngineOptions& op
   return engine;
 }
 
-int Run() {
+// Until one of `signals` comes.
+int Run(const sigset_t& signals) {
   absl::StatusOr<EngineOptions> options = OptionsFromFlags();
   if (!options.ok()) return Fail(options.status().message());
   if (const absl::Status apply = CheckFlagsApply(); !apply.ok()) return Fail(apply.message());
@@ -278,10 +279,6 @@ int Run() {
     kill(getpid(), SIGTERM);
   });
 
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
   int signal = 0;
   sigwait(&signals, &signal);
   // The step in progress is finished and its answer sent; then open streams are cancelled.
@@ -302,21 +299,11 @@ int Run() {
 
 int main(int argc, char** argv) {
   kdt::ParseFlags(argc, argv, "one tensor-parallel rank of kdtree-engine; kdt-launch starts a whole group");
-  if (absl::GetFlag(FLAGS_die_with_parent)) {
-    const pid_t parent = getppid();
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) return 1;  // it ended before the line above
-  }
+  if (absl::GetFlag(FLAGS_die_with_parent) && !kdt::DieWithParent()) return 1;
   const std::string name = absl::StrCat("worker ", absl::GetFlag(FLAGS_rank));
   if (const absl::Status status = kdt::InitLogging(name, absl::GetFlag(FLAGS_log_level)); !status.ok()) {
     return kdt::Fail(status.message());
   }
   kdt::PrepareCollectives();
-  // Blocked before any thread starts, so that only the main thread's sigwait gets them.
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-  return kdt::Run();
+  return kdt::Run(kdt::BlockSignals({SIGTERM, SIGINT}));
 }

@@ -84,6 +84,14 @@ absl::Status GenerationService::Authorize(const grpc::CallbackServerContext& con
   return keys_ == nullptr ? absl::OkStatus() : keys_->Check(context);
 }
 
+grpc::ServerUnaryReactor* GenerationService::Answer(grpc::CallbackServerContext* context,
+                                                    absl::FunctionRef<absl::Status()> answer) const {
+  auto* reactor = context->DefaultReactor();
+  const absl::Status allowed = Authorize(*context);
+  reactor->Finish(ToGrpc(allowed.ok() ? answer() : allowed));
+  return reactor;
+}
+
 RequestLimits GenerationService::Limits() const {
   const GroupLimits group = group_->limits();
   RequestLimits limits;
@@ -136,10 +144,7 @@ absl::Status GenerationService::DoTokenize(const grpc::ByteBuffer& bytes, grpc::
 grpc::ServerUnaryReactor* GenerationService::Tokenize(grpc::CallbackServerContext* context,
                                                       const grpc::ByteBuffer* bytes,
                                                       grpc::ByteBuffer* response) {
-  auto* reactor = context->DefaultReactor();
-  const absl::Status allowed = Authorize(*context);
-  reactor->Finish(ToGrpc(allowed.ok() ? DoTokenize(*bytes, response) : allowed));
-  return reactor;
+  return Answer(context, [&] { return DoTokenize(*bytes, response); });
 }
 
 absl::Status GenerationService::DoDetokenize(const grpc::ByteBuffer& bytes, grpc::ByteBuffer* out) const {
@@ -157,67 +162,56 @@ absl::Status GenerationService::DoDetokenize(const grpc::ByteBuffer& bytes, grpc
 grpc::ServerUnaryReactor* GenerationService::Detokenize(grpc::CallbackServerContext* context,
                                                         const grpc::ByteBuffer* bytes,
                                                         grpc::ByteBuffer* response) {
-  auto* reactor = context->DefaultReactor();
-  const absl::Status allowed = Authorize(*context);
-  reactor->Finish(ToGrpc(allowed.ok() ? DoDetokenize(*bytes, response) : allowed));
-  return reactor;
+  return Answer(context, [&] { return DoDetokenize(*bytes, response); });
 }
 
 grpc::ServerUnaryReactor* GenerationService::GetModelInfo(grpc::CallbackServerContext* context,
                                                           const v1::GetModelInfoRequest*,
                                                           v1::ModelInfo* response) {
-  auto* reactor = context->DefaultReactor();
-  if (const absl::Status allowed = Authorize(*context); !allowed.ok()) {
-    reactor->Finish(ToGrpc(allowed));
-    return reactor;
-  }
-  const ModelConfig& config = model_->config;
-  const GroupLimits limits = group_->limits();
-  response->set_name(model_->name);
-  response->set_model_type(config.model_type);
-  response->set_vocab_size(static_cast<uint32_t>(config.vocab_size));
-  response->set_max_context(Limits().max_context);
-  response->set_layers(static_cast<uint32_t>(config.num_hidden_layers));
-  response->set_draft_block_size(limits.draft_block_size);
-  response->set_checkpoint_digest(limits.checkpoint_digest);
-  for (const int64_t id : config.eos_token_ids) response->add_stop_token_ids(static_cast<uint32_t>(id));
-  reactor->Finish(grpc::Status::OK);
-  return reactor;
+  return Answer(context, [&] {
+    const ModelConfig& config = model_->config;
+    const GroupLimits limits = group_->limits();
+    response->set_name(model_->name);
+    response->set_model_type(config.model_type);
+    response->set_vocab_size(static_cast<uint32_t>(config.vocab_size));
+    response->set_max_context(Limits().max_context);
+    response->set_layers(static_cast<uint32_t>(config.num_hidden_layers));
+    response->set_draft_block_size(limits.draft_block_size);
+    response->set_checkpoint_digest(limits.checkpoint_digest);
+    for (const int64_t id : config.eos_token_ids) response->add_stop_token_ids(static_cast<uint32_t>(id));
+    return absl::OkStatus();
+  });
 }
 
 grpc::ServerUnaryReactor* GenerationService::GetClusterInfo(grpc::CallbackServerContext* context,
                                                             const v1::GetClusterInfoRequest*,
                                                             v1::ClusterInfo* response) {
-  auto* reactor = context->DefaultReactor();
-  if (const absl::Status allowed = Authorize(*context); !allowed.ok()) {
-    reactor->Finish(ToGrpc(allowed));
-    return reactor;
-  }
-  response->set_epoch(group_->epoch());
-  response->set_serving(group_->state() == GroupState::kServing);
-  response->set_running(scheduler_->running());
-  response->set_held(scheduler_->held());
-  response->set_waiting(scheduler_->waiting());
-  // Addresses and what ranks say of their failures (paths, devices) stay on this host.
-  const bool on_this_host = IsLocalPeer(context->peer());
-  for (const RankStatus& rank : group_->Ranks()) {
-    v1::RankInfo* out = response->add_ranks();
-    out->set_rank(rank.rank);
-    if (on_this_host) {
-      out->set_address(rank.address);
-      out->set_last_error(rank.last_error);
+  return Answer(context, [&] {
+    response->set_epoch(group_->epoch());
+    response->set_serving(group_->state() == GroupState::kServing);
+    response->set_running(scheduler_->running());
+    response->set_held(scheduler_->held());
+    response->set_waiting(scheduler_->waiting());
+    // Addresses and what ranks say of their failures (paths, devices) stay on this host.
+    const bool on_this_host = IsLocalPeer(context->peer());
+    for (const RankStatus& rank : group_->Ranks()) {
+      v1::RankInfo* out = response->add_ranks();
+      out->set_rank(rank.rank);
+      if (on_this_host) {
+        out->set_address(rank.address);
+        out->set_last_error(rank.last_error);
+      }
+      out->set_backend(rank.backend);
+      out->set_device(rank.device);
+      out->set_up(rank.up);
+      out->set_kv_slots_total(rank.kv_slots_total);
+      out->set_kv_slots_used(rank.kv_slots_used);
+      out->set_kv_fragmentation(rank.kv_fragmentation);
+      out->set_steps(rank.steps);
+      out->set_busy_ratio(rank.busy_ratio);
     }
-    out->set_backend(rank.backend);
-    out->set_device(rank.device);
-    out->set_up(rank.up);
-    out->set_kv_slots_total(rank.kv_slots_total);
-    out->set_kv_slots_used(rank.kv_slots_used);
-    out->set_kv_fragmentation(rank.kv_fragmentation);
-    out->set_steps(rank.steps);
-    out->set_busy_ratio(rank.busy_ratio);
-  }
-  reactor->Finish(grpc::Status::OK);
-  return reactor;
+    return absl::OkStatus();
+  });
 }
 
 }  // namespace kdt

@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "absl/functional/function_ref.h"
 #include "coordinator/api/api_keys.h"
 #include "coordinator/api/request_check.h"
 #include "coordinator/group/group.h"
@@ -41,6 +42,9 @@ class GenerationService final : public GenerationServiceBase {
 
  private:
   absl::Status Authorize(const grpc::CallbackServerContext& context) const;
+  // Ends the call with what `answer` says, if its caller may make it.
+  grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context,
+                                   absl::FunctionRef<absl::Status()> answer) const;
   RequestLimits Limits() const;
   absl::Status DoTokenize(const grpc::ByteBuffer& bytes, grpc::ByteBuffer* response) const;
   absl::Status DoDetokenize(const grpc::ByteBuffer& bytes, grpc::ByteBuffer* response) const;

@@ -212,10 +212,7 @@ void GroupSupervisor::EndAll(milliseconds grace) {
 }
 
 int GroupSupervisor::Run() {
-  sigset_t signals;
-  sigemptyset(&signals);
-  for (int signal : {SIGTERM, SIGINT, SIGCHLD}) sigaddset(&signals, signal);
-  sigprocmask(SIG_BLOCK, &signals, nullptr);
+  const sigset_t signals = BlockSignals({SIGTERM, SIGINT, SIGCHLD});
   const int signal_fd = signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
   KDT_CHECK(signal_fd >= 0);
 

@@ -198,14 +198,10 @@ TEST_CASE("cuda: the drafter gives the reference's rounds") {
           errors.push_back(std::abs(draft.log_probs(at) - top8[i][k][1].get<double>()));
         }
       }
-      std::vector<int32_t> chain = {round["bonus"].get<int32_t>()};
-      std::vector<int32_t> parents;
-      for (const auto& position : round["top8"]) {
-        parents.push_back(static_cast<int32_t>(parents.size()));
-        chain.push_back(position[0][0].get<int32_t>());
-      }
+      const GoldenChain chain = ChainOf(round);
       v1::StepRequest verify;
-      AddTree(&verify, p + 1, round["start"].get<uint32_t>(), chain, parents)->set_draft_top_k(kDraftTop);
+      AddTree(&verify, p + 1, round["start"].get<uint32_t>(), chain.tokens, chain.parents)
+          ->set_draft_top_k(kDraftTop);
       response = (*group)->Step(verify);
     }
   }

@@ -36,16 +36,8 @@ void CheckDraft(const v1::DraftTopK& draft, const nlohmann::json& round, const R
       CHECK(std::abs(draft.log_probs(at) - top8[i][k][1].get<double>()) <= kLogprobTolerance);
     }
   }
-  const size_t vocab = reference.size() / top8.size();
   REQUIRE(recorder.logits.size() == top8.size() * recorder.columns);
-  double worst = 0;
-  for (size_t row = 0; row < top8.size(); ++row) {
-    for (int64_t i = 0; i < recorder.columns; ++i) {
-      worst = std::max<double>(
-          worst, std::abs(recorder.logits[row * recorder.columns + i] - reference[row * vocab + i]));
-    }
-  }
-  CHECK(worst <= kLogitTolerance);
+  CHECK(LargestDistance(recorder.logits, recorder.columns, reference) <= kLogitTolerance);
 }
 
 }  // namespace
@@ -76,15 +68,10 @@ TEST_CASE("the drafter gives the reference's rounds") {
       CheckDraft(before.draft(), round, recorder,
                  goldens.Values(absl::StrCat("p", p, ".r", r, ".draft_logits")));
 
-      // The round: the drafter's best token at each position, as a chain.
-      std::vector<int32_t> chain = {round["bonus"].get<int32_t>()};
-      std::vector<int32_t> parents;
-      for (const auto& position : round["top8"]) {
-        parents.push_back(static_cast<int32_t>(parents.size()));
-        chain.push_back(position[0][0].get<int32_t>());
-      }
+      const GoldenChain chain = ChainOf(round);
       v1::StepRequest verify;
-      AddTree(&verify, p + 1, round["start"].get<uint32_t>(), chain, parents)->set_draft_top_k(kTop);
+      AddTree(&verify, p + 1, round["start"].get<uint32_t>(), chain.tokens, chain.parents)
+          ->set_draft_top_k(kTop);
       response = (*group)->Step(verify);
       REQUIRE(response.ok());
       const v1::SequenceResult& after = response->results(0);

@@ -75,14 +75,8 @@ TEST_CASE("the target gives the reference's values") {
     const auto logits = goldens.Values(name + ".logits");
     const int64_t vocab = static_cast<int64_t>(logits.size() / tokens.size());
     REQUIRE(recorder.columns == vocab / tp);
-    double worst = 0;
-    for (size_t row = 0; row < tokens.size(); ++row) {
-      for (int64_t i = 0; i < recorder.columns; ++i) {
-        worst = std::max<double>(
-            worst, std::abs(recorder.logits[row * recorder.columns + i] - logits[row * vocab + i]));
-      }
-    }
-    CHECK(worst <= kLogitTolerance);
+    REQUIRE(recorder.logits.size() == tokens.size() * recorder.columns);
+    CHECK(LargestDistance(recorder.logits, recorder.columns, logits) <= kLogitTolerance);
     for (int64_t layer = 0; layer < 3; ++layer) {
       const std::string hidden = absl::StrCat(name, ".hidden.", layer);
       if (!goldens.tensors->Find(hidden).ok()) continue;

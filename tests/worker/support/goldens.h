@@ -23,4 +23,14 @@ struct Goldens {
 // NAME.json and NAME.safetensors; aborts the test when they cannot be read.
 Goldens LoadGoldens(const std::string& name);
 
+// A golden round's best token at each position, as a chain under its root.
+struct GoldenChain {
+  std::vector<int32_t> tokens;   // the root first
+  std::vector<int32_t> parents;  // of those behind the root
+};
+GoldenChain ChainOf(const nlohmann::json& round);
+
+// Largest distance of a shard [rows, columns] from the first columns of the reference [rows, n].
+double LargestDistance(std::span<const float> shard, int64_t columns, std::span<const float> reference);
+
 }  // namespace kdt::testing
