@@ -55,6 +55,7 @@ absl::StatusOr<std::unique_ptr<TargetForward>> TargetForward::Create(
       {&forward->values_, forward->heads_ * config->v_head_dim * size},
       {&forward->gate_up_, 2 * inner * size},
       {&forward->expert_ids_, forward->moe_layers_ * config->num_experts_per_tok * int64_t{sizeof(int32_t)}},
+      {&forward->scores_, forward->moe_layers_ > 0 ? config->n_routed_experts * int64_t{sizeof(float)} : 0},
       {&forward->expert_weights_, config->num_experts_per_tok * int64_t{sizeof(float)}},
       {&forward->logits_, weights->lm_head.rows * int64_t{sizeof(float)}},
   };
@@ -97,8 +98,7 @@ absl::Status TargetForward::Run(const StepRows& rows, Collective& collective, co
     const TargetLayerWeights& layer = weights_->layers[l];
     KDT_RETURN_IF_ERROR(Attention(l, rows, times));
     KDT_RETURN_IF_ERROR(
-        collective.AllReduceNorm(*backend_, {branch, residual, layer.post_norm, eps, normed}));
-    KDT_RETURN_IF_ERROR(Mlp(layer, rows, times));
+        Mlp(layer, rows, {branch, residual, layer.post_norm, eps, normed}, collective, times));
     // The layer's output is complete with the next one's first norm.
     if (l + 1 < layers) {
       const TargetLayerWeights& next = weights_->layers[l + 1];
@@ -156,43 +156,44 @@ absl::Status TargetForward::Attention(int64_t l, const StepRows& rows, PhaseTime
   return backend_->Gemm({values, layer.o, MakeTensor(branch_.data(), dtype, n, config_->hidden_size)});
 }
 
-// normed -> branch (this rank's slice of the inner widths). The router's op does the shared experts as well:
-// they read the same rows.
-absl::Status TargetForward::Mlp(const TargetLayerWeights& layer, const StepRows& rows, PhaseTimes* times) {
+// The sum behind the attention and its norm, then branch (this rank's slice of the inner widths). What reads
+// the sum first, the router's scores and the shared experts' gate and up, goes with it; what is behind the
+// scores goes with the experts.
+absl::Status TargetForward::Mlp(const TargetLayerWeights& layer, const StepRows& rows,
+                                const kernels::RmsNormArgs& norm, Collective& collective, PhaseTimes* times) {
   const int64_t n = rows.rows;
   const kernels::DType dtype = backend_->activation_dtype();
   const bool dense = layer.gate_up.rows > 0, routed = layer.experts.experts > 0;
-  const Tensor normed = MakeTensor(normed_.data(), dtype, n, config_->hidden_size);
-  const Tensor branch = MakeTensor(branch_.data(), dtype, n, config_->hidden_size);
-  const Tensor gate_up = MakeTensor(gate_up_.data(), dtype, n, layer.gate_up.rows);
-  const int64_t top_k = config_->num_experts_per_tok;
-  int32_t* const ids = routed ? expert_ids_.as<int32_t>() + moe_layer_++ * n * top_k : nullptr;
-  if (routed) {
-    PhaseTimer timer(&times->moe_ns);
-    kernels::RouterArgs router = {normed,
-                                  layer.router,
-                                  layer.router_bias,
-                                  top_k,
-                                  config_->norm_topk_prob,
-                                  static_cast<float>(config_->routed_scaling_factor),
-                                  ids,
-                                  expert_weights_.as<float>(),
-                                  rows.row_begin + rows.sequences};
-    if (dense) {
-      router.shared_gate_up = layer.gate_up;
-      router.shared_down = layer.down;
-      router.shared_inner = gate_up;
-      router.shared_y = branch;
-    }
-    KDT_RETURN_IF_ERROR(backend_->Router(router));
-    return backend_->Moe({normed, layer.experts, ids, expert_weights_.as<float>(), top_k, branch, dense});
+  const Tensor branch = norm.x, normed = norm.out;
+  if (!routed && !dense) return collective.AllReduceNorm(*backend_, norm);
+  if (!routed) {
+    PhaseTimer timer(&times->dense_ns);
+    const Tensor gate_up = MakeTensor(gate_up_.data(), dtype, n, layer.gate_up.rows);
+    KDT_RETURN_IF_ERROR(collective.AllReduceNormGemm(*backend_, norm, {normed, layer.gate_up, gate_up}));
+    kernels::GemmArgs down = {gate_up, layer.down, branch};
+    down.gated = true;
+    return backend_->Gemm(down);
   }
-  if (!dense) return absl::OkStatus();
-  PhaseTimer timer(&times->dense_ns);
-  KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.gate_up, gate_up}));
-  kernels::GemmArgs down = {gate_up, layer.down, branch};
-  down.gated = true;
-  return backend_->Gemm(down);
+  PhaseTimer timer(&times->moe_ns);
+  const int64_t top_k = config_->num_experts_per_tok;
+  kernels::GemmArgs scores = {normed, layer.router,
+                              MakeTensor(scores_.data(), kernels::DType::kF32, n, layer.router.rows)};
+  kernels::MoeArgs moe = {normed, layer.experts, nullptr, nullptr, top_k, branch};
+  moe.choice = {scores.y,
+                layer.router_bias,
+                config_->norm_topk_prob,
+                static_cast<float>(config_->routed_scaling_factor),
+                rows.row_begin + rows.sequences,
+                expert_ids_.as<int32_t>() + moe_layer_++ * n * top_k,
+                expert_weights_.as<float>()};
+  if (dense) {
+    scores.beside_w = layer.gate_up;
+    scores.beside_y = MakeTensor(gate_up_.data(), dtype, n, layer.gate_up.rows / 2);
+    scores.beside_gated = true;
+    moe.shared_inner = scores.beside_y, moe.shared_down = layer.down;
+  }
+  KDT_RETURN_IF_ERROR(collective.AllReduceNormGemm(*backend_, norm, scores));
+  return backend_->Moe(moe);
 }
 
 absl::Status TargetForward::QueueExperts(int64_t rows) {

@@ -74,7 +74,8 @@ class TargetForward {
  private:
   TargetForward() = default;
   absl::Status Attention(int64_t layer, const StepRows& rows, PhaseTimes* times);
-  absl::Status Mlp(const TargetLayerWeights& layer, const StepRows& rows, PhaseTimes* times);
+  absl::Status Mlp(const TargetLayerWeights& layer, const StepRows& rows, const kernels::RmsNormArgs& norm,
+                   Collective& collective, PhaseTimes* times);
 
   kernels::Backend* backend_ = nullptr;
   const ModelConfig* config_ = nullptr;
@@ -95,6 +96,7 @@ class TargetForward {
   kernels::Buffer values_;                      // heads * v
   kernels::Buffer gate_up_;                     // 2 * widest inner
   kernels::Buffer expert_ids_;                  // [MoE layers, rows, top_k] of the last run
+  kernels::Buffer scores_;                      // f32, of the routers' experts
   kernels::Buffer expert_weights_;
   kernels::Buffer logits_;  // f32 vocab_local
   int64_t moe_layers_ = 0;

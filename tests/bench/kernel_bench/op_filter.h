@@ -69,8 +69,9 @@ class OpFilter final : public kernels::Backend {
   absl::Status Gemm(const kernels::GemmArgs& args) override {
     return Do(
         [&] {
-          return OpFacts{absl::StrCat("gemm ", args.w.rows, "x", args.w.cols), 2.0 * Elements(args.w),
-                         2.0 * Elements(args.w) * static_cast<double>(args.x.rows)};
+          const double weights = Elements(args.w) + Elements(args.beside_w);
+          return OpFacts{absl::StrCat("gemm ", args.w.rows + args.beside_w.rows, "x", args.w.cols),
+                         2.0 * weights, 2.0 * weights * static_cast<double>(args.x.rows)};
         },
         [&] { return base_.Gemm(args); });
   }
@@ -143,8 +144,8 @@ class OpFilter final : public kernels::Backend {
   absl::Status Router(const kernels::RouterArgs& args) override {
     return Do(
         [&] {
-          return OpFacts{"router, shared experts",
-                         2.0 * (Elements(args.w) + Elements(args.shared_gate_up) + Elements(args.shared_down))};
+          return OpFacts{"router, shared experts", 2.0 * (Elements(args.w) + Elements(args.shared_gate_up) +
+                                                          Elements(args.shared_down))};
         },
         [&] { return base_.Router(args); });
   }
@@ -152,10 +153,11 @@ class OpFilter final : public kernels::Backend {
     return Do(
         [&] {
           std::vector<int32_t> ids(args.x.rows * args.top_k);
-          (void)base_.Download(ids.data(), args.expert_ids, ids.size() * sizeof(int32_t));
+          (void)base_.Download(ids.data(), args.choice.expert_ids, ids.size() * sizeof(int32_t));
           const double expert = 3.0 * args.weights.hidden * args.weights.inner * (0.5 + 2.0 / 32);
           const size_t distinct = std::set<int32_t>(ids.begin(), ids.end()).size();
-          return OpFacts{"moe", static_cast<double>(distinct) * expert};
+          return OpFacts{"choice, shared, moe",
+                         static_cast<double>(distinct) * expert + 2.0 * Elements(args.shared_down)};
         },
         [&] { return MoeAsRecorded(args); });
   }
@@ -170,22 +172,15 @@ class OpFilter final : public kernels::Backend {
   }
 
  private:
-  // The router's choice at an op of the recorded pass.
-  struct Choice {
-    kernels::Buffer ids, weights;
-  };
-
-  // Without another op the router would choose otherwise, and with the number of experts moe's time would
-  // change: moe takes the choice of the recorded pass.
+  // Without another op the scores would be others, and with the number of chosen experts moe's time would
+  // change: moe takes the scores of the recorded pass.
   absl::Status MoeAsRecorded(kernels::MoeArgs args) {
-    Choice& choice = choices_[next_ - 1];
+    kernels::Buffer& scores = scores_[next_ - 1];
+    kernels::Tensor& given = args.choice.scores;
     if (recording_) {
-      const size_t bytes = args.x.rows * args.top_k * sizeof(int32_t);
-      KDT_ASSIGN_OR_RETURN(choice.ids, Copy(args.expert_ids, bytes));
-      KDT_ASSIGN_OR_RETURN(choice.weights, Copy(args.expert_weights, bytes));
+      KDT_ASSIGN_OR_RETURN(scores, Copy(given.data, given.rows * given.stride * sizeof(float)));
     }
-    args.expert_ids = choice.ids.as<int32_t>();
-    args.expert_weights = choice.weights.as<float>();
+    given.data = scores.data();
     return base_.Moe(args);
   }
   absl::StatusOr<kernels::Buffer> Copy(const void* from, size_t bytes) {
@@ -209,7 +204,7 @@ class OpFilter final : public kernels::Backend {
   std::function<bool(int)> wanted_ = [](int) { return true; };
   bool recording_ = false;
   int next_ = 0;
-  std::map<int, Choice> choices_;  // by the op's number
+  std::map<int, kernels::Buffer> scores_;  // by the op's number
   std::vector<OpFacts> ops_;
 };
 

@@ -12,7 +12,7 @@ namespace kdt::bench {
 
 class ExpertTap {
  public:
-  // Room for `layers` routers of `max_rows` rows.
+  // Room for `layers` choices of `max_rows` rows.
   absl::Status Allocate(kernels::Backend& backend, int64_t layers, int64_t max_rows, int64_t top_k) {
     layers_ = layers;
     top_k_ = top_k;
@@ -23,11 +23,10 @@ class ExpertTap {
 
   // A step, or the recording of a graph, begins.
   void Begin() { next_ = 0; }
-  // Queues a copy of what a router just chose.
-  absl::Status Take(kernels::Backend& backend, const kernels::RouterArgs& router) {
-    if (next_ == layers_ || router.x.rows * router.top_k > stride_) return absl::OkStatus();
-    return backend.DownloadAsync(ids() + next_++ * stride_, router.expert_ids,
-                                 router.x.rows * router.top_k * sizeof(int32_t));
+  // Queues a copy of the `count` ids that a layer's rows just chose.
+  absl::Status Take(kernels::Backend& backend, const int32_t* chosen, int64_t count) {
+    if (next_ == layers_ || count > stride_) return absl::OkStatus();
+    return backend.DownloadAsync(ids() + next_++ * stride_, chosen, count * sizeof(int32_t));
   }
 
   // Distinct experts of the last step's first `rows` rows, mean over the layers.

@@ -94,7 +94,6 @@ class PartBackend final : public kernels::Backend {
   KDT_PART_OP(RmsNorm, Part::kSmall)
   KDT_PART_OP(Add, Part::kSmall)
   KDT_PART_OP(Rope, Part::kSmall)
-  KDT_PART_OP(Gemm, Part::kGemm)
   KDT_PART_OP(SiluMul, Part::kSmall)
   KDT_PART_OP(AbsorbQuery, Part::kAbsorb)
   KDT_PART_OP(MlaQuery, Part::kAbsorb)
@@ -108,17 +107,22 @@ class PartBackend final : public kernels::Backend {
   KDT_PART_OP(DraftAttention, Part::kDraft)
   KDT_PART_OP(MlaPrepare, Part::kSmall)
   KDT_PART_OP(DraftPrepare, Part::kDraft)
-  KDT_PART_OP(Moe, Part::kMoe)
   KDT_PART_OP(LogitsTopK, Part::kSampling)
   KDT_PART_OP(GumbelArgmax, Part::kSampling)
   KDT_PART_OP(TreeWalk, Part::kSampling)
+  KDT_PART_OP(Router, Part::kRouter)
 #undef KDT_PART_OP
-  absl::Status Router(const kernels::RouterArgs& args) override {
-    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kRouter));
-    KDT_RETURN_IF_ERROR(inner_->Router(args));
+  absl::Status Gemm(const kernels::GemmArgs& args) override {
+    // The only one with another beside it: the router's scores and the shared experts' gate and up.
+    KDT_RETURN_IF_ERROR(clock_->Enter(args.beside_w.rows > 0 ? Part::kRouter : Part::kGemm));
+    return inner_->Gemm(args);
+  }
+  absl::Status Moe(const kernels::MoeArgs& args) override {
+    KDT_RETURN_IF_ERROR(clock_->Enter(Part::kMoe));
+    KDT_RETURN_IF_ERROR(inner_->Moe(args));
     if (!clock_->enabled()) return absl::OkStatus();
     KDT_RETURN_IF_ERROR(clock_->Enter(Part::kNone));
-    return tap_->Take(*inner_, args);
+    return tap_->Take(*inner_, args.choice.expert_ids, args.x.rows * args.top_k);
   }
   absl::Status VerifyAttentionReference(const kernels::VerifyAttentionArgs& args) override {
     KDT_RETURN_IF_ERROR(clock_->Enter(Part::kNone));
