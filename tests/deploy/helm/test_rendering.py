@@ -167,17 +167,17 @@ class Options(unittest.TestCase):
         self.assertEqual(container(leader, "workers"), container(worker, "workers"))
         addresses = flags(container(leader, "coordinator"))["workers"].split(",")
         name = workload["metadata"]["name"]
-        self.assertEqual(len(addresses), 16)
-        self.assertEqual(addresses[7], f"{name}-$(KDT_GROUP).{name}.prod:7007")
-        self.assertEqual(addresses[8], f"{name}-$(KDT_GROUP)-1.{name}.prod:7000")
+        self.assertEqual(len(addresses), 8)
+        self.assertEqual(addresses[3], f"{name}-$(KDT_GROUP).{name}.prod:7003")
+        self.assertEqual(addresses[4], f"{name}-$(KDT_GROUP)-1.{name}.prod:7000")
         given = flags(container(worker, "workers"))
-        self.assertEqual((given["ranks_per_node"], given["node_index"]), ("8", "$(KDT_NODE)"))
+        self.assertEqual((given["ranks_per_node"], given["node_index"]), ("4", "$(KDT_NODE)"))
         for side in (given, flags(container(leader, "coordinator"))):
             self.assertEqual(side["group_tls_ca"], "/etc/kdt/workers-tls/ca.crt")
             self.assertNotIn("allow_insecure_group", side)
         open_pods = pod_templates(find(render(GOOD["plaintext groups"]), "LeaderWorkerSet"))
         self.assertIn("allow_insecure_group", flags(container(open_pods[1], "workers")))
-        self.assertEqual(container(worker, "workers")["resources"]["limits"]["nvidia.com/gpu"], 8)
+        self.assertEqual(container(worker, "workers")["resources"]["limits"]["nvidia.com/gpu"], 4)
         # The controller makes a Service of the set's own name.
         self.assertNotIn(name, [o["metadata"]["name"] for o in objects if o["kind"] == "Service"])
 
@@ -198,6 +198,8 @@ class Options(unittest.TestCase):
         notes = lambda values: render_text(values)["kdtree-engine/templates/NOTES.txt"]
         self.assertIn("The public port is plaintext", notes(MODEL))
         self.assertNotIn("plaintext", notes(example("kimi-k2.6")))
+        self.assertNotIn("several nodes", notes(example("kimi-k2.6")))
+        self.assertIn("cannot meet over several nodes yet", notes(example("multi-node")))
         self.assertIn("multiNode.allowPlaintext", notes(GOOD["plaintext groups"]))
 
 

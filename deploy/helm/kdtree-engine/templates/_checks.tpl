@@ -6,6 +6,9 @@
 {{- if ne (mod $heads $tp) 0 -}}
 {{- fail (printf "tensorParallel: %d does not divide model.attentionHeads (%d)" $tp $heads) -}}
 {{- end -}}
+{{- if not (has $tp (list 1 2 4 8)) -}}
+{{- fail (printf "tensorParallel: %d is none of 1, 2, 4 and 8" $tp) -}}
+{{- end -}}
 
 {{- $sources := 0 -}}
 {{- if $v.model.pvc.claimName }}{{ $sources = add $sources 1 }}{{ end -}}
