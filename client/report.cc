@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 
 namespace kdt {
@@ -37,6 +38,7 @@ void PrintTable(const std::vector<std::vector<std::string>>& rows) {
       absl::StrAppend(&line, row[i],
                       std::string(i + 1 < row.size() ? width[i] - Characters(row[i]) + 2 : 0, ' '));
     }
+    absl::StripTrailingAsciiWhitespace(&line);  // of empty last cells
     std::printf("%s\n", line.c_str());
   }
 }
