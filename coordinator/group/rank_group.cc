@@ -97,7 +97,7 @@ void RankGroup::Form() {
 void RankGroup::RunForming() {
   const auto formed = FormGroup(links_, epoch(), [this] { return stopping_.load(); });
   if (!formed.ok()) {
-    spdlog::error("the group did not form: {}", formed.status().message());
+    if (!stopping_) spdlog::error("the group did not form: {}", formed.status().message());
     SetState(GroupState::kDown, std::string(formed.status().message()));
     return;
   }
