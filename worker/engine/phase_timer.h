@@ -4,30 +4,42 @@
 #include <chrono>
 #include <cstdint>
 
+#include "worker/collective/collective.h"
+
 namespace kdt {
 
 struct PhaseTimes {
-  int64_t forward_ns = 0;  // the target's forward, attention, moe and dense below included
+  int64_t forward_ns = 0;    // the target's forward, attention, moe and dense below included
   int64_t attention_ns = 0;  // behind its first projection, which goes with the sum in front of it
-  int64_t moe_ns = 0;    // router and shared experts included
-  int64_t dense_ns = 0;  // layers without experts
+  int64_t moe_ns = 0;        // router and shared experts included
+  int64_t dense_ns = 0;      // layers without experts
   int64_t draft_ns = 0;
   int64_t sample_ns = 0;
 };
 
-// Adds the time from construction to destruction.
+// Adds the time from construction to destruction, less what `collective`, if given, waits for other ranks in
+// it: a step's phases do not overlap, and waiting is one of them.
 class PhaseTimer {
  public:
-  explicit PhaseTimer(int64_t* total) : total_(total), start_(std::chrono::steady_clock::now()) {}
+  explicit PhaseTimer(int64_t* total, const Collective* collective = nullptr)
+      : total_(total),
+        collective_(collective),
+        waited_ns_(Waited()),
+        start_(std::chrono::steady_clock::now()) {}
   ~PhaseTimer() {
     *total_ += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_)
-                   .count();
+                   .count() -
+               (Waited() - waited_ns_);
   }
   PhaseTimer(const PhaseTimer&) = delete;
   PhaseTimer& operator=(const PhaseTimer&) = delete;
 
  private:
+  int64_t Waited() const { return collective_ == nullptr ? 0 : collective_->wait_ns(); }
+
   int64_t* total_;
+  const Collective* collective_;
+  const int64_t waited_ns_;
   std::chrono::steady_clock::time_point start_;
 };
 

@@ -167,14 +167,14 @@ absl::Status TargetForward::Mlp(const TargetLayerWeights& layer, const StepRows&
   const Tensor branch = norm.x, normed = norm.out;
   if (!routed && !dense) return collective.AllReduceNorm(*backend_, norm);
   if (!routed) {
-    PhaseTimer timer(&times->dense_ns);
+    PhaseTimer timer(&times->dense_ns, &collective);
     const Tensor gate_up = MakeTensor(gate_up_.data(), dtype, n, layer.gate_up.rows);
     KDT_RETURN_IF_ERROR(collective.AllReduceNormGemm(*backend_, norm, {normed, layer.gate_up, gate_up}));
     kernels::GemmArgs down = {gate_up, layer.down, branch};
     down.gated = true;
     return backend_->Gemm(down);
   }
-  PhaseTimer timer(&times->moe_ns);
+  PhaseTimer timer(&times->moe_ns, &collective);
   const int64_t top_k = config_->num_experts_per_tok;
   kernels::GemmArgs scores = {normed, layer.router,
                               MakeTensor(scores_.data(), kernels::DType::kF32, n, layer.router.rows)};

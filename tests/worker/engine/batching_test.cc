@@ -228,4 +228,24 @@ TEST_CASE("a freed sequence's slots come back") {
   CHECK(response->pool().sequences() == 0);
 }
 
+TEST_CASE("the phases of a step do not overlap") {
+  auto group = EngineGroup::Start(GoldenOptions(true), 4);
+  REQUIRE(group.ok());
+  v1::StepRequest request;
+  AddPrompt(&request, 1, GreedySampling(24), std::vector<int32_t>(24, 7))->set_draft_top_k(4);
+  for (uint32_t position = 24; position < 30; ++position) {
+    const auto response = (*group)->Step(request);
+    REQUIRE(response.ok());
+    const v1::StepTimings& t = response->timings();
+    const double phases = t.attention_us() + t.moe_us() + t.dense_us() + t.draft_us() - t.draft_wait_us() +
+                          t.sample_us() - t.sample_wait_us() + t.collective_wait_us();
+    CHECK(t.moe_us() > 0);
+    CHECK(t.dense_us() > 0);
+    CHECK(phases <= 1.001 * t.total_us() + 1);
+    request.Clear();
+    AddTree(&request, 1, position, {static_cast<int32_t>(response->results(0).tokens(0))}, {})
+        ->set_draft_top_k(4);
+  }
+}
+
 }  // namespace kdt::testing
