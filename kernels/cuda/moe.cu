@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/gemm/skinny.h"
 #include "kernels/cuda/moe/worker.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -21,7 +22,14 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
   const int count = p.rows * p.top_k;
   uint16_t* const pairs =
       kForm == Form::kMost ? p.pairs + blockIdx.x * count : reinterpret_cast<uint16_t*>(&shared + 1);
+  Few& few = *reinterpret_cast<Few*>(dynamic + kFewBytes);
+  const bool chooses = IsDirect(kForm) && p.choice.scores != nullptr,
+             shares = IsDirect(kForm) && p.shared_pieces > 0;
   LaunchDependents();
+  RowChoice<RowWarps(kForm)> row_choice(p.choice, shared.chosen, warp, lane);
+  SharedDown shared_down(p, Worker<kForm>::FirstTile(warp), warp, lane);
+  if (chooses) row_choice.Prepare();
+  if (shares) shared_down.LoadWeights();
   if (threadIdx.x < kMaxTeams) {
     BarrierInit(SharedAddress(&shared.full[threadIdx.x]), kTeamWarps * 32);
     BarrierInit(SharedAddress(&shared.empty[threadIdx.x]), 32);
@@ -41,9 +49,21 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
     launches[0] = PhaseWords(p, 0)[kLaunchNumber];
     launches[1] = PhaseWords(p, kPhaseBit)[kLaunchNumber];
   }
-  if (IsDirect(kForm) && threadIdx.x >= 64 && threadIdx.x - 64 < count)  // the first two warps have the ids
+  const int32_t* ids = p.ids;
+  if (chooses) {
+    row_choice.Load();
+    row_choice.Choose();
+    ids = shared.chosen.ids;
+    if (p.rows == 1) {
+      __syncwarp();  // the first warp has chosen, and makes the list
+    } else {
+      __syncthreads();
+    }
+  } else if (IsDirect(kForm) && threadIdx.x >= 64 && threadIdx.x - 64 < count) {
+    // The first two warps have the ids.
     shared.choice.weights[threadIdx.x - 64] = p.weights[threadIdx.x - 64];
-  MakeChoice(shared.choice, pairs, reinterpret_cast<int*>(shared.exchange), p.ids, count, p.rows == 1,
+  }
+  MakeChoice(shared.choice, pairs, reinterpret_cast<int*>(shared.exchange), ids, count, p.rows == 1,
              static_cast<int>(p.w.first_expert), static_cast<int>(p.w.experts));
   if (draws) {
     shared.tickets[warp / kTeamWarps][kTickets - 1] = ticket & ~kPhaseBit;
@@ -55,6 +75,16 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
   }
   __syncthreads();
   const int active = shared.choice.active;
+  Worker<kForm> worker(p, shared, few, pairs, warp, lane);
+  if (active > 0) worker.Start();
+  if (shares) shared_down.LoadInputs();
+  if (chooses) row_choice.Finish(shared.choice.weights, blockIdx.x == 0);
+  if (shares) {
+    shared_down.Multiply(shared.shared_sums[warp / kDirectTeam]);
+    __syncthreads();
+    worker.FinishShared();
+  }
+  if (chooses || shares) __syncthreads();
   // The other set of words is for the next launch; the launch that used it has ended.
   if (blockIdx.x == 0) {
     unsigned* const other = PhaseWords(p, shared.phase ^ kPhaseBit);
@@ -63,6 +93,7 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
   }
   if (draws) ResetAfterLast(p, shared.choice, kTeams, shared.phase, ticket & ~kPhaseBit);
   if (active == 0) {
+    if (IsDirect(kForm) && shares) worker.SumNothing();
     if (IsDirect(kForm) && !p.accumulate) {
       for (int64_t i = blockIdx.x * kMoeThreads + threadIdx.x; i < p.rows * p.w.hidden;
            i += gridDim.x * kMoeThreads) {
@@ -76,8 +107,11 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
     }
     return;
   }
-  Worker<kForm> worker(p, shared, pairs, warp, lane);
   worker.Run();
+}
+
+bool WidthsFit(const kernels::Int4Experts& w) {
+  return w.hidden % (kSlices * kGateStep * 32) == 0 && w.inner % (kStep * 32) == 0;
 }
 
 constexpr int kSumThreads = 256, kSumColumns = 4, kSumPairs = 8;
@@ -140,20 +174,41 @@ __global__ void __launch_bounds__(kSumThreads) SumKernel(const __grid_constant__
 
 }  // namespace
 
+namespace {
+
+// Whether the choice, and the shared experts' down product where there is one, are parts of the kernel.
+bool ChoosesHere(const Launch& launch, const kernels::MoeArgs& args) {
+  const kernels::Int4Experts& w = args.weights;
+  const kernels::Tensor &scores = args.choice.scores, &x = args.shared_inner, &down = args.shared_down;
+  if (scores.rows == 0 || w.experts == 0 || !WidthsFit(w)) return false;
+  if (args.x.rows > kBlockChoiceRows || args.top_k > kBlockChoiceTopK || scores.cols > kBlockChoiceExperts ||
+      args.top_k > scores.cols || scores.stride != scores.cols) {
+    return false;
+  }
+  return down.rows == 0 ||
+         (down.cols % kSharedPiece == 0 && down.cols <= kSharedPieces * kSharedPiece &&
+          down.stride % 8 == 0 && Aligned16(down.data) && x.dtype == kernels::DType::kBF16 &&
+          x.stride % 8 == 0 && Aligned16(x.data) && down.rows == w.hidden &&
+          w.hidden <= kDirectTeams * launch.processors * kTileRows);
+}
+
+}  // namespace
+
 cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
   kernels::MoeArgs args = given;
   if (args.x.rows == 0) return cudaSuccess;
-  if (args.choice.scores.rows > 0 || args.shared_down.rows > 0) {
-    if (args.accumulate && args.shared_down.rows > 0) return cudaErrorInvalidValue;
+  if (args.accumulate && args.shared_down.rows > 0) return cudaErrorInvalidValue;
+  const bool chooses = ChoosesHere(launch, args);
+  if (!chooses && (args.choice.scores.rows > 0 || args.shared_down.rows > 0)) {
     const kernels::GemmArgs shared{args.shared_inner, args.shared_down, args.out};
     const cudaError_t error = args.choice.scores.rows > 0
                                   ? ChooseExperts(launch, args.choice, args.top_k, shared)
                                   : Gemm(launch, shared);
     if (error != cudaSuccess) return error;
-    if (args.choice.scores.rows > 0)
-      args.expert_ids = args.choice.expert_ids, args.expert_weights = args.choice.weights;
-    args.accumulate = args.accumulate || args.shared_down.rows > 0;
   }
+  if (args.choice.scores.rows > 0)
+    args.expert_ids = args.choice.expert_ids, args.expert_weights = args.choice.weights;
+  args.accumulate = args.accumulate || args.shared_down.rows > 0;
   const kernels::Int4Experts& w = args.weights;
   if (w.experts == 0) return cudaSuccess;
   const bool fits = args.x.dtype == kernels::DType::kBF16 && args.x.stride % 8 == 0 &&
@@ -162,7 +217,7 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
                     args.top_k > 0 && args.top_k <= 64 && launch.processors <= kMaxBlocks &&
                     MoeWorkspace(args.x.rows, args.top_k, w.inner, w.hidden) <= launch.workspace_bytes;
   if (!fits) return cudaErrorInvalidValue;
-  MoeParams p;
+  MoeParams p{};
   p.x_stride = args.x.stride;
   p.w = w;
   p.top_k = static_cast<int>(args.top_k);
@@ -174,7 +229,23 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
   p.down_tiles = static_cast<int>(w.hidden / kTileRows);
   p.hidden_groups = static_cast<int>(w.hidden / 32);
   p.inner_groups = static_cast<int>(w.inner / 32);
-  const bool fit = w.hidden % (kSlices * kGateStep * 32) == 0 && w.inner % (kStep * 32) == 0;
+  const bool fit = WidthsFit(w);
+  if (chooses) {
+    const kernels::MoeChoice& choice = args.choice;
+    p.choice = {Data<float>(choice.scores),
+                choice.bias,
+                choice.row_count,
+                choice.expert_ids,
+                choice.weights,
+                static_cast<int>(args.x.rows),
+                static_cast<int>(choice.scores.cols),
+                p.top_k,
+                choice.normalize,
+                choice.scale};
+    p.shared_x = Data<bf16>(args.shared_inner), p.shared_x_stride = args.shared_inner.stride;
+    p.shared_w = Data<bf16>(args.shared_down), p.shared_w_stride = args.shared_down.stride;
+    p.shared_pieces = args.shared_down.rows > 0 ? static_cast<int>(args.shared_down.cols) / kSharedPiece : 0;
+  }
   p.slice_groups = (p.hidden_groups + kSlices - 1) / kSlices;
   p.slice_steps = fit ? p.slice_groups / kGateStep : (p.slice_groups + kStep - 1) / kStep;
   const int64_t at_once = (fit ? kMaxPairs : kSharedPairs) / args.top_k;
@@ -203,9 +274,10 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
                         : form == Form::kMany ? MoeKernel<Form::kMany>
                         : form == Form::kMost ? MoeKernel<Form::kMost>
                                               : MoeKernel<Form::kRagged>;
-    const cudaError_t error =
-        LaunchAfter(launch, kernel, dim3(launch.processors), kMoeThreads,
-                    MoeSharedBytes(form == Form::kMost ? 0 : static_cast<int>(pairs)), p);
+    const cudaError_t error = LaunchAfter(
+        launch, kernel, dim3(launch.processors), kMoeThreads,
+        chooses ? kFewBytes + sizeof(Few) : MoeSharedBytes(form == Form::kMost ? 0 : static_cast<int>(pairs)),
+        p);
     if (error != cudaSuccess) return error;
     if (IsDirect(form)) continue;
     const dim3 sum(p.rows, Blocks(w.hidden, kSumThreads * kSumColumns));

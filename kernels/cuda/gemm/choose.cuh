@@ -43,6 +43,11 @@ __device__ __forceinline__ uint32_t OrderedKey(float x) {
 
 __device__ __forceinline__ float Sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
+// Of a chosen expert with this score, where the row's chosen ones have `sum`.
+__device__ __forceinline__ float ChoiceWeight(const ChoiceParams& p, float score, float sum) {
+  return score * (p.normalize ? p.scale / (sum + 1e-20f) : p.scale);
+}
+
 // How many of four keys are at least `key`.
 __device__ __forceinline__ int AtLeast(const uint4& four, uint32_t key) {
   return (four.x >= key) + (four.y >= key) + (four.z >= key) + (four.w >= key);
@@ -190,7 +195,7 @@ __device__ __forceinline__ void ChooseRow(const ChoiceParams& p, int row, Choice
   for (int k = 0; k < p.top_k; ++k) sum += room.chosen[k];
   if (!mine) return;
   ids[at] = expert;
-  weights[at] = sigmoid * (p.normalize ? p.scale / (sum + 1e-20f) : p.scale);
+  weights[at] = ChoiceWeight(p, sigmoid, sum);
 }
 
 }  // namespace kdt::cuda

@@ -13,6 +13,7 @@
 #include "kdt/kernels/moe.h"
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/moe/choice.cuh"
+#include "kernels/cuda/moe/choose.cuh"
 #include "kernels/cuda/moe/int4.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -43,6 +44,10 @@ enum class Form {
 inline constexpr int kFewestRows = 3, kFewRows = 8, kDirectPairs = 64;  // the most for kFewest and kFew
 static_assert(kFewRows <= kDirectTeam);
 __host__ __device__ constexpr bool IsDirect(Form form) { return form == Form::kFewest || form == Form::kFew; }
+// How many warps choose for a row, where the choice is made here.
+__host__ __device__ constexpr int RowWarps(Form form) { return form == Form::kFewest ? 4 : 2; }
+static_assert(kFewRows == kBlockChoiceRows && kFewRows * RowWarps(Form::kFew) <= kMoeWarps &&
+              kFewestRows * RowWarps(Form::kFewest) <= kMoeWarps);
 // A warp's slices of a tile of gate_up.
 __host__ __device__ constexpr int SlicesEach(Form form) { return form == Form::kFewest ? 1 : kSlicesEach; }
 
@@ -65,6 +70,11 @@ struct MoeParams {
   void* out;
   int64_t out_stride;
   bool out_is_float, accumulate;
+  ChoiceParams choice;  // made here, where scores are given: then ids and weights are what it writes
+  // The shared experts' down product, of so many pieces of 64 inputs, is made here and added to.
+  const bf16 *shared_x, *shared_w;
+  int64_t shared_x_stride, shared_w_stride;
+  int shared_pieces;
   // kMoeState words: the next ticket of gate_up with a phase bit; for each phase a counter of finished tiles
   // of gate_up by active expert, the next ticket of down and the number of the launch; the mail. Launches
   // take turns with the phases: each clears the other's words, so that none has to clean up at its end.

@@ -3,6 +3,7 @@
 
 #include "kernels/cuda/moe/mail.cuh"
 #include "kernels/cuda/moe/schedule.cuh"
+#include "kernels/cuda/moe/shared_down.cuh"
 
 namespace kdt::cuda {
 
@@ -16,11 +17,15 @@ struct WarpState {
   int item, expert;  // where IsDirect: the tile of the team, the next expert of the warp
 };
 
-// Dynamic shared memory: this and the list of pairs.
+// Dynamic shared memory: this and the list of pairs, and where the choice is made here Few.
 struct Shared {
-  unsigned char rings[kMoeWarps][2 * kSlotBytes];
+  union {
+    unsigned char rings[kMoeWarps][2 * kSlotBytes];
+    BlockChoice chosen;  // before the first weights are sent for
+  };
   union {
     float exchange[kMoeWarps][kSumFloats];  // sums of gate_up's tiles; before that, MakeChoice's counts
+    SharedSums shared_sums[kDirectTeams];   // before that as well
     float products[kDirectTeams][kDirectPairs * kTileRows];  // later, where IsDirect
   };
   uint4 surplus;
@@ -33,10 +38,14 @@ struct Shared {
   Choice choice;
 };
 static_assert(sizeof(Shared) % 16 == 0 && kMaxExperts * 4 <= sizeof(Shared::exchange));
+struct Few {
+  float shared_out[kDirectTeams][kFewRows][kTileRows];  // of the shared experts
+};
 constexpr int MoeSharedBytes(int pairs) {
   return static_cast<int>(sizeof(Shared)) + (pairs * 2 + 15) / 16 * 16;
 }
-static_assert(MoeSharedBytes(kSharedPairs) <= 101376);
+constexpr int kFewBytes = MoeSharedBytes(kBlockChoiceRows * kBlockChoiceTopK);  // where Few lies
+static_assert(MoeSharedBytes(kSharedPairs) <= 101376 && kFewBytes + sizeof(Few) <= 101376);
 
 template <Form kForm>
 class Worker {
@@ -46,10 +55,11 @@ class Worker {
   static constexpr int kEach = SlicesEach(kForm), kTeamWarps = kMoeWarps / kEach;
 
  public:
-  __device__ __forceinline__ Worker(const MoeParams& p, Shared& shared, const uint16_t* pairs, int warp,
-                                    int lane)
+  __device__ __forceinline__ Worker(const MoeParams& p, Shared& shared, Few& few, const uint16_t* pairs,
+                                    int warp, int lane)
       : p_(p),
         shared_(shared),
+        few_(few),
         pairs_(pairs),
         warp_(warp),
         lane_(lane),
@@ -60,10 +70,16 @@ class Worker {
         surplus_(&shared.surplus),
         ring_(SharedAddress(shared.rings[warp])) {}
 
-  __device__ __forceinline__ void Run() {
+  // The team's tile of the shared experts' down product, and where IsDirect its first one of down.
+  __device__ __forceinline__ static int FirstTile(int warp) {
+    return static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * (warp / kDirectTeam);
+  }
+
+  // The first weights are sent for.
+  __device__ __forceinline__ void Start() {
     if (lane_ == 0) {
       state().runs.Plan(p_, choice());
-      state().item = static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * (warp_ / kDirectTeam);
+      state().item = FirstTile(warp_);
       state().expert = warp_ % kDirectTeam;
     }
     __syncwarp();
@@ -80,6 +96,25 @@ class Worker {
       SendFirst(more, at_, min(kStep, p_.inner_groups));
       SendSecond(more, at_, min(kStep, p_.inner_groups));
     }
+  }
+
+  // What SharedDown::Multiply left becomes what the experts are added to, a warp a row, a lane a column.
+  __device__ __forceinline__ void FinishShared() {
+    const int team = warp_ / kDirectTeam, row = warp_ % kDirectTeam;
+    const SharedSums& sums = shared_.shared_sums[team];
+    float sum = sums[0][row][lane_];
+#pragma unroll
+    for (int piece = 1; piece < kSharedPieces; ++piece) sum += sums[piece][row][lane_];
+    few_.shared_out[team][row][lane_] = p_.out_is_float ? sum : Rounded<bf16>(sum);
+  }
+  // `out` where no expert of any row is held here.
+  __device__ __forceinline__ void SumNothing() {
+    if (FirstTile(warp_) < p_.down_tiles) SumExperts(FirstTile(warp_));
+  }
+
+  __device__ __forceinline__ void Run() {
+    unsigned ticket = shared_.tickets[team_][kTickets - 1];
+    const unsigned end = GateItems(p_, choice());
     int round = 0;
     for (unsigned seq = 0; ticket < end; ++seq) ticket = GateTile(ticket, seq, round);
     Down();
@@ -409,14 +444,25 @@ class Worker {
     __syncwarp();
   }
 
+  __device__ __forceinline__ void StoreOut(int64_t at, float value) const {
+    if (p_.out_is_float) {
+      static_cast<float*>(p_.out)[at] = value;
+    } else {
+      static_cast<bf16*>(p_.out)[at] = FromFloat<bf16>(value);
+    }
+  }
+
   // The warps of a kDirectTeam have made all products of a tile: a warp a row, a lane a column.
   __device__ __forceinline__ void SumExperts(int tile) {
     const int row = warp_ % kDirectTeam, column = tile * kTileRows + lane_;
     const float* const from = shared_.products[warp_ / kDirectTeam] + lane_;
     float sum = 0.0f, before = 0.0f;
     const int64_t at = row * p_.out_stride + column;
-    if (p_.accumulate && row < p_.rows)
+    if (p_.shared_pieces > 0) {
+      if (row < p_.rows) before = few_.shared_out[warp_ / kDirectTeam][row][lane_];
+    } else if (p_.accumulate && row < p_.rows) {
       before = p_.out_is_float ? static_cast<float*>(p_.out)[at] : ToFloat(static_cast<bf16*>(p_.out)[at]);
+    }
     NamedBarrier(1 + warp_ / kDirectTeam, kDirectTeam * 32);
     if (row < p_.rows) {
       for (int k = 0; k < p_.top_k; ++k) {
@@ -424,17 +470,14 @@ class Worker {
         if (choice().held >> pair & 1) sum = fmaf(choice().weights[pair], from[pair * kTileRows], sum);
       }
       if (p_.accumulate) sum = before + sum;
-      if (p_.out_is_float) {
-        static_cast<float*>(p_.out)[at] = sum;
-      } else {
-        static_cast<bf16*>(p_.out)[at] = FromFloat<bf16>(sum);
-      }
+      StoreOut(at, sum);
     }
     NamedBarrier(1 + warp_ / kDirectTeam, kDirectTeam * 32);  // the products have been read
   }
 
   const MoeParams& p_;
   Shared& shared_;
+  Few& few_;
   const uint16_t* const pairs_;
   const int warp_, lane_, g_, t_, team_, member_;
   const Surplus surplus_;

@@ -166,6 +166,46 @@ void BenchMoe(Bench& bench) {
     bench.Report({"moe", name, bench.Chain(2 * kChoices, run), bytes, flop, 0});
     bench.Report({"moe alone", name, bench.Median(run), bytes, flop, 0});
   }
+  // With the choice and the shared experts' down product, and the same as ops of their own in front. Random
+  // scores choose as above.
+  void* scores = bench.Memory(kChoices * 64 * kExperts * 4);
+  FillNormal(bench.launch().stream, scores, kChoices * 64 * kExperts * 2, 6, 1.0f);
+  void* down = bench.Memory(kChoices * kHidden * kInner * 2);
+  FillNormal(bench.launch().stream, down, kChoices * kHidden * kInner, 7, 0.05f);
+  const float* bias = bench.Copy(std::vector<float>(kExperts, 0.0f));
+  auto* const ids = static_cast<int32_t*>(bench.Memory(64 * kTopK * 4));
+  auto* const chosen = static_cast<float*>(bench.Memory(64 * kTopK * 4));
+  for (const int64_t rows : {1, 2, 4, 5, 8, 16, 32, 64}) {
+    const auto args = [&](int i) {
+      kernels::MoeArgs args{
+          MakeTensor(x, DType::kBF16, rows, kHidden),  weights[i % kLayers], ids, chosen, kTopK,
+          MakeTensor(out, DType::kBF16, rows, kHidden)};
+      args.choice = {
+          MakeTensor(static_cast<float*>(scores) + i % kChoices * 64 * kExperts, DType::kF32, rows, kExperts),
+          bias,
+          true,
+          2.827f,
+          nullptr,
+          ids,
+          chosen};
+      args.shared_inner = MakeTensor(x, DType::kBF16, rows, kInner);
+      args.shared_down = MakeTensor(static_cast<char*>(down) + i % kChoices * kHidden * kInner * 2,
+                                    DType::kBF16, kHidden, kInner);
+      return args;
+    };
+    const auto together = [&](int i) { return cuda::Moe(bench.launch(), args(i)); };
+    const auto apart = [&](int i) {
+      kernels::MoeArgs moe = args(i);
+      const cudaError_t error = cuda::ChooseExperts(bench.launch(), moe.choice, kTopK,
+                                                    {moe.shared_inner, moe.shared_down, moe.out});
+      if (error != cudaSuccess) return error;
+      moe.choice = {}, moe.shared_down = {}, moe.accumulate = true;
+      return cuda::Moe(bench.launch(), moe);
+    };
+    const std::string name = "rows " + std::to_string(rows);
+    bench.Report({"moe and choice", name, bench.Chain(2 * kChoices, together), 0, 0, 0});
+    bench.Report({"choice, then moe", name, bench.Chain(2 * kChoices, apart), 0, 0, 0});
+  }
 }
 
 // Each shape alone ("gemm"), in a captured chain over other weights each ("gemm chain"), and the library in

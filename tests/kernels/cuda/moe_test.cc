@@ -108,5 +108,149 @@ TEST_CASE("cuda: experts of padding rows, of other ranks, and one expert for all
   }
 }
 
+// Scores and shared experts of 64 rows, of which Moe gets some at a time.
+struct Routed {
+  static constexpr int64_t kRows = 64, kExperts = 384, kTopK = 8;
+
+  Routed(std::mt19937& rng, const Experts& e, int64_t inner, std::vector<float> raw, std::vector<float> b)
+      : experts(e),
+        x(rng, kRows, e.host.hidden),
+        shared(rng, kRows, inner),
+        down(rng, e.host.hidden, inner, 0.06f),
+        scores(std::move(raw)),
+        bias(std::move(b)),
+        device_scores(scores),
+        device_bias(bias) {}
+
+  struct Result {
+    std::vector<int32_t> ids;
+    std::vector<float> weights;
+    std::vector<uint16_t> out;
+    std::vector<float> out32;
+    bool operator==(const Result& other) const {
+      return ids == other.ids && out == other.out &&
+             std::memcmp(weights.data(), other.weights.data(), weights.size() * 4) == 0 &&
+             std::memcmp(out32.data(), other.out32.data(), out32.size() * 4) == 0;
+    }
+  };
+  MoeArgs Args(int64_t first, int64_t rows, bool with_shared) {
+    MoeArgs args{x.gpu().Rows(first, rows), experts.device, nullptr, nullptr, kTopK, {}};
+    args.choice = {MakeTensor(device_scores.data() + first * kExperts, DType::kF32, rows, kExperts),
+                   device_bias.data(), true, 2.827f};
+    if (with_shared) args.shared_inner = shared.gpu().Rows(first, rows), args.shared_down = down.gpu();
+    return args;
+  }
+  Result Run(int64_t first, int64_t rows, int32_t real, bool with_shared = true) {
+    const int64_t hidden = experts.host.hidden;
+    OnGpu<int32_t> ids(rows * kTopK, 0x55), row_count(std::vector<int32_t>{real});
+    OnGpu<float> weights(rows * kTopK, 0x55), out32(rows * hidden, 0x55);
+    OnGpu<uint16_t> out(rows * hidden, 0x55);
+    MoeArgs args = Args(first, rows, with_shared);
+    args.choice.expert_ids = ids.data(), args.choice.weights = weights.data();
+    args.choice.row_count = real < rows ? row_count.data() : nullptr;
+    args.out = MakeTensor(out.data(), DType::kBF16, rows, hidden);
+    REQUIRE(Gpu()->Moe(args).ok());
+    args.out = MakeTensor(out32.data(), DType::kF32, rows, hidden);
+    REQUIRE(Gpu()->Moe(args).ok());
+    return {ids.Get(), weights.Get(), out.Get(), out32.Get()};
+  }
+  // Rows [first, first + rows) of a result of all.
+  static Result Part(const Result& all, int64_t first, int64_t rows) {
+    const auto part = [&](const auto& v) {
+      const auto each = static_cast<int64_t>(v.size()) / kRows;
+      return std::decay_t<decltype(v)>(v.begin() + first * each, v.begin() + (first + rows) * each);
+    };
+    return {part(all.ids), part(all.weights), part(all.out), part(all.out32)};
+  }
+
+  const Experts& experts;
+  Twin x, shared, down;
+  std::vector<float> scores, bias;
+  OnGpu<float> device_scores, device_bias;
+};
+
+TEST_CASE(
+    "cuda: experts that choose for themselves, with the shared experts, against the CPU and in any batch") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(10);
+  constexpr int64_t kRows = Routed::kRows, kExperts = Routed::kExperts, kTopK = Routed::kTopK;
+  const Experts e(rng, 12, 100, 3584, 256);
+  for (const std::string kind : {"plain", "few values", "all equal", "best together"}) {
+    std::vector<float> scores = Normal(rng, kRows * kExperts), bias = Normal(rng, kExperts, 0.01f);
+    for (int64_t i = 96; i < 116; ++i) bias[i] += 0.3f;  // the ones held here, and some beside them
+    if (kind == "few values") {
+      for (float& s : scores) s = std::floor(s);
+      std::fill(bias.begin(), bias.end(), 0.0f);
+    }
+    if (kind == "all equal") {
+      std::fill(scores.begin(), scores.end(), 0.25f);
+      for (int64_t i = 0; i < kExperts; ++i) bias[i] = i < 100 ? -0.5f : 0.125f;
+    }
+    if (kind == "best together") {  // under one warp, each row's more and more of them
+      for (int64_t r = 0; r < kRows; ++r) {
+        for (int64_t i = 0; i < r; ++i) scores[r * kExperts + 95 + i] += 3.0f;
+      }
+      for (int64_t i = 0; i < kExperts; ++i) scores[5 * kExperts + i] = std::nanf("");
+      scores[3 * kExperts + 101] = std::nanf("");
+    }
+    for (const int64_t inner : {256, 128}) {
+      Routed routed(rng, e, inner, scores, bias);
+      INFO(kind << ", shared " << inner);
+      std::vector<int32_t> ids(kRows * kTopK);
+      std::vector<float> weights(kRows * kTopK);
+      Twin out(rng, kRows, 3584);
+      MoeArgs args{routed.x.cpu(), e.host, nullptr, nullptr, kTopK, out.cpu()};
+      args.choice = {MakeTensor(routed.scores.data(), DType::kF32, kRows, kExperts),
+                     routed.bias.data(),
+                     true,
+                     2.827f,
+                     nullptr,
+                     ids.data(),
+                     weights.data()};
+      args.shared_inner = routed.shared.cpu(), args.shared_down = routed.down.cpu_bf16();
+      REQUIRE(Cpu().Moe(args).ok());
+      const Routed::Result all = routed.Run(0, kRows, kRows), none = routed.Run(0, kRows, 0);
+      CHECK(all.ids == ids);
+      CHECK(RelativeError(ToFloat(all.out), out.host) < 8e-3);
+      CHECK(RelativeError(all.out32, out.host) < 8e-3);
+      double worst = 0;
+      for (size_t i = 0; i < weights.size(); ++i) {
+        if (!std::isnan(weights[i]) || !std::isnan(all.weights[i]))
+          worst = std::max<double>(worst, std::abs(all.weights[i] - weights[i]));
+      }
+      CHECK(worst < 1e-5);
+      for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 17}) {
+        for (const int64_t first : {int64_t{0}, int64_t{3}, kRows - rows}) {
+          INFO(rows << " rows from " << first);
+          CHECK(routed.Run(first, rows, rows) == Routed::Part(all, first, rows));
+        }
+        // Padding rows: no experts, and of `out` the shared experts alone.
+        for (const int64_t real : {int64_t{0}, rows / 2, rows - 1}) {
+          const Routed::Result padded = routed.Run(8, rows, static_cast<int32_t>(real));
+          const auto matches = [&](const Routed::Result& of, int64_t begin, int64_t end) {
+            for (int64_t i = begin * 3584; i < end * 3584; ++i) {
+              if (padded.out[i] != of.out[8 * 3584 + i] || padded.out32[i] != of.out32[8 * 3584 + i])
+                return false;
+            }
+            for (int64_t i = begin * kTopK; i < end * kTopK; ++i) {
+              if (padded.ids[i] != of.ids[8 * kTopK + i] || padded.weights[i] != of.weights[8 * kTopK + i])
+                return false;
+            }
+            return true;
+          };
+          INFO(real << " real of " << rows << " rows");
+          CHECK(matches(all, 0, real));
+          CHECK(matches(none, real, rows));
+        }
+      }
+      CHECK(none.ids == std::vector<int32_t>(kRows * kTopK, -1));
+      // Without shared experts: overwriting.
+      const Routed::Result bare = routed.Run(0, kRows, kRows, false);
+      for (const int64_t rows : {1, 4, 8})
+        CHECK(routed.Run(16, rows, rows, false) == Routed::Part(bare, 16, rows));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kdt::kernels::test
