@@ -3,8 +3,30 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <string>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
 
 namespace kdt {
+namespace {
+
+std::string HowItEnded(const v1::Complete& complete) {
+  switch (complete.finish_reason()) {
+    case v1::STOP:
+      return complete.has_stop_token_id()
+                 ? absl::StrCat("stop token ", complete.stop_token_id())
+                 : absl::StrCat("stop string \"", absl::Utf8SafeCEscape(complete.stop_string()), "\"");
+    case v1::LENGTH:
+      return "max_tokens, or the context's end";
+    case v1::TOOL_CALLS:
+      return "tool calls";
+    default:
+      return "unknown";
+  }
+}
+
+}  // namespace
 
 absl::StatusOr<GenerationRun> RunGeneration(GenerationStub& stub, const v1::GenerateRequest& request,
                                             const ChunkHandler& on_chunk) {
@@ -80,6 +102,11 @@ void PrintSummary(const GenerationRun& run) {
                 static_cast<double>(spoken_for) / static_cast<double>(rounds));
     std::printf("  %-22s %6llu of %llu\n", "drafted tokens kept", static_cast<unsigned long long>(accepted),
                 static_cast<unsigned long long>(drafted));
+  }
+  // Of several samples the first: the next ones' seeds follow.
+  std::printf("  %-22s %10llu\n", "seed", static_cast<unsigned long long>(run.complete.front().seed()));
+  if (run.complete.size() == 1) {
+    std::printf("  %-22s %s\n", "ended by", HowItEnded(run.complete.front()).c_str());
   }
 }
 

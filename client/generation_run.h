@@ -25,8 +25,8 @@ using ChunkHandler = std::function<void(uint32_t index, const v1::Chunk& chunk)>
 absl::StatusOr<GenerationRun> RunGeneration(GenerationStub& stub, const v1::GenerateRequest& request,
                                             const ChunkHandler& on_chunk);
 
-// Prints the table behind a generation: tokens, seconds, tokens/s, and tokens a round when there were any
-// rounds.
+// Prints the table behind a generation: tokens, seconds, tokens/s, tokens a round when there were any rounds,
+// the seed that gives the same again, and what ended a sample.
 void PrintSummary(const GenerationRun& run);
 
 }  // namespace kdt

@@ -1,5 +1,6 @@
 // What the client prints, from a server in this process with a toy group behind it.
 #include <fstream>
+#include <regex>
 #include <sstream>
 #include <thread>
 
@@ -91,6 +92,20 @@ TEST_CASE("kdt generate prints each of several samples with its own log-probabil
   const size_t table = out.find("\nid "), other = out.find("\nid ", second);
   CHECK(table < second);
   CHECK(other != std::string::npos);
+}
+
+TEST_CASE("kdt generate's summary tells the seed that gives the same text, and what ended it") {
+  Served served;
+  const std::string flags = "generate 'one two' --max_tokens 6 --ignore_eos ";
+  const std::string first = served.Run(flags);
+  INFO(first);
+  std::smatch found;
+  REQUIRE(std::regex_search(first, found, std::regex("\n  seed +([0-9]+)\n")));
+  CHECK(first.find("\n  ended by               max_tokens, or the context's end\n") != std::string::npos);
+  const std::string again = served.Run(absl::StrCat(flags, "--seed ", found[1].str()));
+  const size_t text = first.find("\n\n  tokens ");
+  REQUIRE(text != std::string::npos);
+  CHECK(again.substr(0, text) == first.substr(0, text));
 }
 
 TEST_CASE("a request that is refused leaves standard output empty") {
