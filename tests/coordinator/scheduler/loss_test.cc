@@ -74,9 +74,9 @@ TEST_CASE("a sample that ran is told as held until the group has formed again") 
   SchedulerOptions options;
   options.rejoin = true;
   options.registry = std::make_shared<prometheus::Registry>();
+  std::atomic<bool> fail{false};
   Harness harness({}, options);
   harness.group.step_time = std::chrono::milliseconds(2);
-  std::atomic<bool> fail{false};
   harness.group.on_step = [&](const v1::StepRequest&) {
     return fail ? absl::UnavailableError("rank 3 is gone") : absl::OkStatus();
   };
