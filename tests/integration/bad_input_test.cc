@@ -7,20 +7,14 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/cluster.h"
+#include "tests/support/requests.h"
 
 namespace kdt::testing {
 namespace {
 
 namespace fs = std::filesystem;
 
-v1::GenerateRequest Valid() {
-  v1::GenerateRequest request;
-  for (const uint32_t id : {703, 80, 91, 337, 269}) request.mutable_token_ids()->add_ids(id);
-  request.mutable_sampling()->set_temperature(0);
-  request.mutable_stop()->set_max_tokens(4);
-  request.mutable_stop()->set_ignore_eos(true);
-  return request;
-}
+v1::GenerateRequest Valid() { return GreedyRequest(kShortPrompt, 4); }
 
 struct BadCase {
   const char* field;  // must be named in the message

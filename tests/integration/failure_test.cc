@@ -10,19 +10,14 @@
 #include "common/process.h"
 #include "tests/support/catch.h"
 #include "tests/support/cluster.h"
+#include "tests/support/requests.h"
 
 namespace kdt::testing {
 namespace {
 
 constexpr int kEndWithinMs = 5000;
 
-v1::GenerateRequest Endless() {
-  v1::GenerateRequest request;
-  for (const uint32_t id : {703, 80, 91, 337, 269}) request.mutable_token_ids()->add_ids(id);
-  request.mutable_stop()->set_max_tokens(20000);
-  request.mutable_stop()->set_ignore_eos(true);
-  return request;
-}
+v1::GenerateRequest Endless() { return RequestFor(kShortPrompt, 20000); }
 
 bool Alive(pid_t pid) { return kill(pid, 0) == 0; }
 

@@ -11,17 +11,15 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/cluster.h"
+#include "tests/support/requests.h"
 
 namespace kdt::testing {
 namespace {
 
 v1::GenerateRequest Request(uint32_t first, uint32_t max_tokens) {
-  v1::GenerateRequest request;
-  for (const uint32_t id : {first, 80U, 91U, 337U, 269U}) request.mutable_token_ids()->add_ids(id);
+  v1::GenerateRequest request = RequestFor({first, 80, 91, 337, 269}, max_tokens);
   request.mutable_sampling()->set_temperature(0.8F);
   request.mutable_sampling()->set_seed(first);
-  request.mutable_stop()->set_max_tokens(max_tokens);
-  request.mutable_stop()->set_ignore_eos(true);
   request.mutable_output()->set_logprobs(1);
   return request;
 }

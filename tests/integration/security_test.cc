@@ -12,6 +12,7 @@
 #include "tests/support/catch.h"
 #include "tests/support/certificates.h"
 #include "tests/support/cluster.h"
+#include "tests/support/requests.h"
 
 namespace kdt::testing {
 namespace {
@@ -68,19 +69,8 @@ std::shared_ptr<grpc::Channel> Connect(const std::string& address, const std::st
 }
 
 grpc::Status GenerateFour(const std::shared_ptr<grpc::Channel>& channel, const std::string& key = "") {
-  v1::GenerateRequest request;
-  for (const uint32_t id : {703, 80, 91, 337, 269}) request.mutable_token_ids()->add_ids(id);
-  request.mutable_stop()->set_max_tokens(4);
-  request.mutable_stop()->set_ignore_eos(true);
-  grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
-  if (!key.empty()) context.AddMetadata("authorization", "Bearer " + key);
-  const auto stub = v1::Generation::NewStub(channel);
-  const auto reader = stub->Generate(&context, request);
-  v1::GenerateResponse response;
   int tokens = 0;
-  while (reader->Read(&response)) tokens += response.chunk().token_ids_size();
-  const grpc::Status status = reader->Finish();
+  const grpc::Status status = GenerateWithKey(channel, RequestFor(kShortPrompt, 4), key, &tokens);
   CHECK(tokens == (status.ok() ? 4 : 0));
   return status;
 }

@@ -7,6 +7,7 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/cluster.h"
+#include "tests/support/requests.h"
 
 namespace kdt::testing {
 namespace {
@@ -16,20 +17,11 @@ nlohmann::json GoldenPrompts() {
   return nlohmann::json::parse(file)["prompts"];
 }
 
-v1::GenerateRequest RequestFor(const std::vector<uint32_t>& tokens, uint32_t max_tokens) {
-  v1::GenerateRequest request;
-  for (const uint32_t id : tokens) request.mutable_token_ids()->add_ids(id);
-  request.mutable_sampling()->set_temperature(0);
-  request.mutable_stop()->set_max_tokens(max_tokens);
-  request.mutable_stop()->set_ignore_eos(true);
-  return request;
-}
-
 void CheckGoldens(v1::Generation::Stub& stub) {
   for (const auto& golden : GoldenPrompts()) {
     const auto greedy = golden["greedy"].get<std::vector<uint32_t>>();
     v1::GenerateRequest request =
-        RequestFor(golden["tokens"].get<std::vector<uint32_t>>(), static_cast<uint32_t>(greedy.size()));
+        GreedyRequest(golden["tokens"].get<std::vector<uint32_t>>(), static_cast<uint32_t>(greedy.size()));
     request.mutable_output()->set_prompt_logprobs(1);
     request.mutable_output()->set_logprobs(1);
     std::vector<Sample> samples;
@@ -72,7 +64,7 @@ TEST_CASE("golden tokens and log-probabilities come out at every tensor-parallel
 
 TEST_CASE("a request gives the same bits alone, beside others, and in small or large chunks") {
   const auto prompts = GoldenPrompts();
-  v1::GenerateRequest request = RequestFor(prompts[2]["tokens"].get<std::vector<uint32_t>>(), 24);
+  v1::GenerateRequest request = GreedyRequest(prompts[2]["tokens"].get<std::vector<uint32_t>>(), 24);
   request.mutable_output()->set_logprobs(5);
   request.mutable_sampling()->set_temperature(0.9F);
   request.mutable_sampling()->set_seed(7);
@@ -94,7 +86,7 @@ TEST_CASE("a request gives the same bits alone, beside others, and in small or l
         auto tokens = prompts[i % 3]["tokens"].get<std::vector<uint32_t>>();
         tokens.push_back(i);
         std::vector<Sample> ignored;
-        Generate(cluster.stub(), RequestFor(tokens, 20 + 5 * i), &ignored);
+        Generate(cluster.stub(), GreedyRequest(tokens, 20 + 5 * i), &ignored);
       });
     }
     std::vector<Sample> beside;
@@ -112,7 +104,7 @@ TEST_CASE("stop rules, samples and seeds") {
   const auto greedy = golden["greedy"].get<std::vector<uint32_t>>();
 
   SECTION("a stop token ends the text and is named") {
-    v1::GenerateRequest request = RequestFor(tokens, 40);
+    v1::GenerateRequest request = GreedyRequest(tokens, 40);
     request.mutable_stop()->add_stop_token_ids(greedy[5]);
     std::vector<Sample> samples;
     REQUIRE(Generate(cluster.stub(), request, &samples).ok());
@@ -121,7 +113,7 @@ TEST_CASE("stop rules, samples and seeds") {
     CHECK(samples[0].tokens.size() == 6);
   }
   SECTION("min_tokens keeps a stop token from being drawn") {
-    v1::GenerateRequest request = RequestFor(tokens, 12);
+    v1::GenerateRequest request = GreedyRequest(tokens, 12);
     request.mutable_stop()->add_stop_token_ids(greedy[0]);
     request.mutable_stop()->set_min_tokens(10);
     std::vector<Sample> samples;
@@ -130,7 +122,7 @@ TEST_CASE("stop rules, samples and seeds") {
     for (size_t i = 0; i < 10; ++i) CHECK(samples[0].tokens[i] != greedy[0]);
   }
   SECTION("n samples differ by seed + index") {
-    v1::GenerateRequest request = RequestFor(tokens, 10);
+    v1::GenerateRequest request = GreedyRequest(tokens, 10);
     request.mutable_sampling()->set_temperature(1);
     request.mutable_sampling()->set_seed(40);
     request.mutable_sampling()->set_n(3);
@@ -147,7 +139,7 @@ TEST_CASE("stop rules, samples and seeds") {
     CHECK(together[0].tokens != together[1].tokens);
   }
   SECTION("a seed that was drawn is reported and gives the same tokens again") {
-    v1::GenerateRequest request = RequestFor(tokens, 10);
+    v1::GenerateRequest request = GreedyRequest(tokens, 10);
     request.mutable_sampling()->set_temperature(1);
     std::vector<Sample> first, again;
     REQUIRE(Generate(cluster.stub(), request, &first).ok());
@@ -156,7 +148,7 @@ TEST_CASE("stop rules, samples and seeds") {
     CHECK(first[0].tokens == again[0].tokens);
   }
   SECTION("a repeated prompt is served from the cache with the same tokens") {
-    v1::GenerateRequest request = RequestFor(GoldenPrompts()[2]["tokens"].get<std::vector<uint32_t>>(), 8);
+    v1::GenerateRequest request = GreedyRequest(GoldenPrompts()[2]["tokens"].get<std::vector<uint32_t>>(), 8);
     std::vector<Sample> first, again;
     REQUIRE(Generate(cluster.stub(), request, &first).ok());
     REQUIRE(Generate(cluster.stub(), request, &again).ok());

@@ -6,6 +6,7 @@
 #include "tests/coordinator/api/raw_call.h"
 #include "tests/coordinator/api/served_model.h"
 #include "tests/coordinator/scheduler/fixture.h"
+#include "tests/support/requests.h"
 
 namespace kdt::testing {
 namespace {
@@ -37,12 +38,8 @@ struct Service {
 };
 
 v1::GenerateRequest Request(uint32_t max_tokens) {
-  v1::GenerateRequest request;
+  v1::GenerateRequest request = GreedyRequest(Prompt(20), max_tokens);
   request.set_request_id("mine");
-  for (const uint32_t id : Prompt(20)) request.mutable_token_ids()->add_ids(id);
-  request.mutable_sampling()->set_temperature(0);
-  request.mutable_stop()->set_max_tokens(max_tokens);
-  request.mutable_stop()->set_ignore_eos(true);
   return request;
 }
 

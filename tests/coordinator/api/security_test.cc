@@ -11,6 +11,7 @@
 #include "tests/coordinator/api/served_model.h"
 #include "tests/coordinator/scheduler/fixture.h"
 #include "tests/support/certificates.h"
+#include "tests/support/requests.h"
 
 namespace kdt::testing {
 namespace {
@@ -77,20 +78,8 @@ struct SecureService {
   // A short Generate; the number of tokens it gave in `tokens`.
   static grpc::Status Generate(const std::shared_ptr<grpc::Channel>& channel, const std::string& key = "",
                                int* tokens = nullptr) {
-    v1::GenerateRequest request;
-    for (const uint32_t id : Prompt(20)) request.mutable_token_ids()->add_ids(id);
-    request.mutable_stop()->set_max_tokens(4);
-    request.mutable_stop()->set_ignore_eos(true);
-    grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(30));
-    if (!key.empty()) context.AddMetadata("authorization", "Bearer " + key);
-    const auto stub = v1::Generation::NewStub(channel);
-    const auto reader = stub->Generate(&context, request);
-    v1::GenerateResponse response;
-    while (reader->Read(&response)) {
-      if (tokens != nullptr) *tokens += response.chunk().token_ids_size();
-    }
-    return reader->Finish();
+    int ignored = 0;
+    return GenerateWithKey(channel, RequestFor(Prompt(20), 4), key, tokens != nullptr ? tokens : &ignored);
   }
 
   const std::string dir;

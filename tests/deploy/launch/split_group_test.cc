@@ -16,6 +16,7 @@
 #include "kdt/v1/generation.grpc.pb.h"
 #include "tests/support/catch.h"
 #include "tests/support/cluster.h"
+#include "tests/support/requests.h"
 
 namespace kdt::testing {
 namespace {
@@ -104,14 +105,7 @@ struct Pod {
   std::unique_ptr<v1::Generation::Stub> stub;
 };
 
-v1::GenerateRequest Request(uint32_t tokens) {
-  v1::GenerateRequest request;
-  for (const uint32_t id : {703, 80, 91, 337, 269}) request.mutable_token_ids()->add_ids(id);
-  request.mutable_stop()->set_max_tokens(tokens);
-  request.mutable_stop()->set_ignore_eos(true);
-  request.mutable_sampling()->set_temperature(0);
-  return request;
-}
+v1::GenerateRequest Request(uint32_t tokens) { return GreedyRequest(kShortPrompt, tokens); }
 
 // A request read in the background; `started` once its first answer came.
 struct Running {
