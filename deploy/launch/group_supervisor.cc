@@ -23,6 +23,8 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr absl::string_view kCoordinatorReady = "kdt-coordinator ready ";
+constexpr absl::string_view kWorkerReady = "kdt-worker ready ";
+constexpr int kReadMs = 1000;            // for what an ended process has printed: it is there
 constexpr milliseconds kEndGrace{1500};  // after SIGTERM, before SIGKILL
 constexpr std::chrono::minutes kRestartWindow{10};
 constexpr std::chrono::seconds kMaxBackoff{30};
@@ -125,16 +127,22 @@ ChildProcess* GroupSupervisor::FirstEnded() {
   return first;
 }
 
-bool GroupSupervisor::HandleLoss(const ChildProcess& lost) {
-  const std::string reason = absl::StrCat(lost.name(), " (pid ", lost.pid(), ") ", lost.EndReason());
-  if (first_loss_.empty()) first_loss_ = reason;
+bool GroupSupervisor::HandleLoss(ChildProcess& lost) {
+  std::string reason = absl::StrCat(lost.name(), " (pid ", lost.pid(), ") ", lost.EndReason());
   const bool is_worker = !coordinator_.has_value() || &lost != &*coordinator_;
   const auto now = Clock::now();
   losses_.push_back(now);
   std::erase_if(losses_, [&](Clock::time_point at) { return now - at > kRestartWindow; });
 
+  // What a worker refuses at the first start (a flag, an address) it refuses again.
+  const bool hopeless = is_worker && first_loss_.empty() && lost.exit_status().has_value() &&
+                        !lost.WaitForLine(std::string(kWorkerReady), kReadMs).ok();
+  if (hopeless) absl::StrAppend(&reason, " before it listened");
+  if (first_loss_.empty()) first_loss_ = reason;
+
   const bool coordinator_lost = coordinator_.has_value() && coordinator_->Ended();
-  const bool can_restart = options_.on_loss == OnLoss::kRestart && is_worker && !coordinator_lost;
+  const bool can_restart =
+      options_.on_loss == OnLoss::kRestart && is_worker && !coordinator_lost && !hopeless;
   if (!can_restart || static_cast<int>(losses_.size()) > options_.max_restarts) {
     spdlog::error("{}; ending the group", reason);
     if (first_loss_ != reason) spdlog::error("the first loss was: {}", first_loss_);
@@ -235,7 +243,7 @@ int GroupSupervisor::Run() {
     }
     if (stop) {
       result = Drain();
-    } else if (const ChildProcess* lost = FirstEnded(); lost != nullptr && !HandleLoss(*lost)) {
+    } else if (ChildProcess* const lost = FirstEnded(); lost != nullptr && !HandleLoss(*lost)) {
       EndAll(kEndGrace);
       result = 1;
     } else if (!RestartIfDue()) {

@@ -56,7 +56,7 @@ class GroupSupervisor {
   // exits when it loses a rank), one killed by a signal before one that exited.
   ChildProcess* FirstEnded();
   // True when the group goes on (its workers are to be started again at restart_at_).
-  bool HandleLoss(const ChildProcess& lost);
+  bool HandleLoss(ChildProcess& lost);
   bool RestartIfDue();  // false: it was due and failed
   int PollTimeoutMs() const;
   int Drain();

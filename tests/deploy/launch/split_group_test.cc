@@ -274,6 +274,30 @@ TEST_CASE("each rank gets its GPU, in turn where there are fewer, and the flags 
   CHECK(cpu[0].find("--threads=") != std::string::npos);
 }
 
+TEST_CASE("a worker that ends before it listens is not started again and again") {
+  for (const std::string flag : {"--strict", "--no_such_flag"}) {
+    Pod pod;
+    ChildProcess::Options process;
+    process.name = "kdt-launch";
+    process.argv = {std::string(KDT_BIN_DIR) + "/kdt-launch",
+                    "--model=" + GoldenModel(),
+                    "--role=workers",
+                    "--tp=2",
+                    "--socket_dir=" + pod.dir,
+                    "--on_loss=restart",
+                    "--",
+                    flag};
+    process.stderr_path = pod.dir + "/log";
+    auto launcher = ChildProcess::Start(process);
+    REQUIRE(launcher.ok());
+    CHECK(launcher->WaitEnded(kStopMs));
+    CHECK(launcher->exit_status() == 1);
+    INFO(pod.Log());
+    CHECK(pod.Log().find(" before it listened; ending the group") != std::string::npos);
+    CHECK(pod.Log().find("restarting") == std::string::npos);
+  }
+}
+
 TEST_CASE("contradictory flags are refused") {
   const std::string bin = KDT_BIN_DIR;
   for (const std::vector<std::string>& flags : std::vector<std::vector<std::string>>{
