@@ -242,6 +242,10 @@ class Worker {
         }
         if (slice == 0) {
           if (round > 0) BarrierWait(SharedAddress(&shared_.empty[team_]), (round - 1) & 1);
+          if (kMail) {
+            LeaveSums(acc, columns);
+            continue;
+          }
         } else {
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
@@ -255,7 +259,12 @@ class Worker {
           mine_sums[m * 32] = make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
       }
       BarrierArrive(SharedAddress(&shared_.full[team_]));
-      if (round % kTeamWarps == member_) FinishGate(round, active, tile, begin + first, columns);
+      if (round % kTeamWarps != member_) continue;
+      if (kMail) {
+        FinishFew(round, tile, begin + first, columns);
+      } else {
+        FinishGate(round, active, tile, begin + first, columns);
+      }
     }
     return next_ticket;
   }
@@ -276,27 +285,51 @@ class Worker {
     return next;
   }
 
+  // With kMail a tile has a column or few, and sums lie in the exchange by column, 16 of gate, then 16 of up.
+  __device__ __forceinline__ void LeaveSums(const float (&acc)[2][4], int columns) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int column = 2 * t_ + odd;
+      if (column >= columns) continue;
+      float* const to = shared_.exchange[warp_] + column * 32 + g_;
+#pragma unroll
+      for (int m = 0; m < 2; ++m) to[m * 16] = acc[m][odd], to[m * 16 + 8] = acc[m][2 + odd];
+    }
+  }
+  // What FinishGate does, a lane a sum, to the mail.
+  __device__ __forceinline__ void FinishFew(int round, int tile, int begin, int columns) {
+    BarrierWait(SharedAddress(&shared_.full[team_]), round & 1);
+    const int inner = static_cast<int>(p_.w.inner);
+#pragma unroll 1
+    for (int column = 0; column < columns; ++column) {
+      float part[kSlices];
+#pragma unroll
+      for (int w = 0; w < kSlices; ++w) part[w] = shared_.exchange[w][column * 32 + lane_];
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kSlices; w += kSlicesEach) sum += part[w] + part[w + 1] + part[w + 2] + part[w + 3];
+      sum *= kUnscale;
+      const float value = Activation(sum, __shfl_down_sync(~0u, sum, 16)),
+                  next = __shfl_down_sync(~0u, value, 1);
+      if (lane_ < 16 && lane_ % 2 == 0) {
+        PostPair(Mail(), (pairs_[begin + column] * inner + tile * 16 + lane_) / 2, PackBf16(value, next),
+                 shared_.launch);
+      }
+    }
+    BarrierArrive(SharedAddress(&shared_.empty[team_]));
+  }
+  __device__ __forceinline__ static float Activation(float gate, float up) {
+    return gate / (1.0f + expf(-gate)) * up;
+  }
+
   // One warp of the team adds up and writes the activations.
   __device__ __forceinline__ void FinishGate(int round, int active, int tile, int begin, int columns) {
     BarrierWait(SharedAddress(&shared_.full[team_]), round & 1);
     const uint32_t from = SharedAddress(shared_.exchange[team_ * kTeamWarps]) + lane_ * 16;
     float sum[2][4] = {}, part[2][4];
-    for (int w = 0; w < kTeamWarps;) {
+    for (int w = 0; w < kTeamWarps; ++w) {
 #pragma unroll
       for (int m = 0; m < 2; ++m) LoadSums(part[m], from + (w * 2 + m) * 512);
-      ++w;
-      if (kEach == 1) {
-#pragma unroll
-        for (int i = 1; i < kSlicesEach; ++i, ++w) {
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            float more[4];
-            LoadSums(more, from + (w * 2 + m) * 512);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) part[m][e] += more[e];
-          }
-        }
-      }
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -312,22 +345,14 @@ class Worker {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float low = sum[0][2 * half + odd] * kUnscale, high = sum[1][2 * half + odd] * kUnscale;
-        value[half] = low / (1.0f + expf(-low)) * high;
+        value[half] = Activation(low, high);
       }
-      if (kMail) {
-        // Two lanes with neighbouring rows make two pairs: rows g and g + 1 the one, 8 on the other.
-        const float other = __shfl_xor_sync(~0u, g_ & 1 ? value[0] : value[1], 4);
-        if (column >= columns) continue;
-        const uint32_t pair = g_ & 1 ? PackBf16(other, value[1]) : PackBf16(value[0], other);
-        const int row = g_ & 1 ? g_ + 7 : g_;
-        PostPair(Mail(), (pairs_[begin + column] * inner + tile * 16 + row) / 2, pair, shared_.launch);
-      } else if (column < columns) {
+      if (column < columns) {
         bf16* const to = p_.activation + pairs_[begin + column] * inner + tile * 16 + g_;
         to[0] = __float2bfloat16_rn(value[0]);
         to[8] = __float2bfloat16_rn(value[1]);
       }
     }
-    if (kMail) return;
     __syncwarp();
     if (lane_ == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(Done() + active) : "memory");
   }
