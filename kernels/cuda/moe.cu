@@ -52,6 +52,8 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
   const int32_t* ids = p.ids;
   if (chooses) {
     row_choice.Load();
+    // Not later: they would come behind the experts' weights.
+    if (shares) shared_down.LoadInputs();
     row_choice.Choose();
     ids = shared.chosen.ids;
     if (p.rows == 1) {
@@ -77,7 +79,6 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
   const int active = shared.choice.active;
   Worker<kForm> worker(p, shared, few, pairs, warp, lane);
   if (active > 0) worker.Start();
-  if (shares) shared_down.LoadInputs();
   if (chooses) row_choice.Finish(shared.choice.weights, blockIdx.x == 0);
   if (shares) {
     shared_down.Multiply(shared.shared_sums[warp / kDirectTeam]);

@@ -78,15 +78,14 @@ class Worker {
   // The first weights are sent for.
   __device__ __forceinline__ void Start() {
     if (lane_ == 0) {
-      state().runs.Plan(p_, choice());
+      if (!kDirect) state().runs.Plan(p_, choice());
       state().item = FirstTile(warp_);
       state().expert = warp_ % kDirectTeam;
     }
     __syncwarp();
-    unsigned ticket = shared_.tickets[team_][kTickets - 1];
-    const unsigned end = GateItems(p_, choice());
+    const unsigned ticket = shared_.tickets[team_][kTickets - 1];
     first_group_ = member_ * kEach * p_.slice_groups;
-    if (ticket < end) {
+    if (ticket < GateItems(p_, choice())) {
       at_ = GatePosition(ticket);
       SendFirst(true, at_, GateGroups(first_group_, p_.slice_groups));
       SendSecond(true, at_, GateGroups(first_group_, p_.slice_groups));
