@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/gemm/choose.cuh"
+#include "kernels/cuda/gemm/held.cuh"
 #include "kernels/cuda/gemm/library.h"
 #include "kernels/cuda/gemm/skinny.h"
 #include "kernels/cuda/gemm/stream.cuh"
@@ -116,6 +117,15 @@ cudaError_t WholeFor(const Launch& launch, const StreamParams& p) {
   return p.splits == 8 ? Whole<1, 2, 3, 1, 4>(launch, p) : Whole<2, 1, 3, 2, 7>(launch, p);
 }
 
+// By the inputs that they take at most.
+using HeldFew = HeldShape<1, 2, 2, 4>;
+using HeldMost = HeldShape<2, 4, 2, 2>;
+template <typename S>
+cudaError_t Held(const Launch& launch, const StreamParams& p, int heads) {
+  return LaunchAfter(launch, HeldKernel<S>, dim3(Blocks(p.part[0].outs, S::kOuts), heads), dim3(S::kThreads),
+                     S::kSharedBytes, p);
+}
+
 template <int kTiles, int kRounds, int kAhead, typename Others>
 cudaError_t Wide(const Launch& launch, StreamParams p, const Others& others) {
   using S = WideShape<kTiles, kRounds, kAhead>;
@@ -185,6 +195,9 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const Others& o
   if constexpr (std::is_same_v<Others, NoOthers>) {
     if (p.rows <= kWholeRows && (p.splits == 4 || p.splits == 8) && heads == 1 && !gemm.gated)
       return WholeFor(launch, p);
+    if (p.rows <= kHeldRows && p.splits == 1 && !gemm.gated && gemm.beside.rows == 0 &&
+        inputs <= HeldMost::kInputs)
+      return inputs <= HeldFew::kInputs ? Held<HeldFew>(launch, p, heads) : Held<HeldMost>(launch, p, heads);
     if (gemm.gated) {
       if (p.rows <= 8) return ForRows<1, true>(launch, p, heads, others);
       return p.rows <= kGatedRows ? ForRows<2, true>(launch, p, heads, others) : cudaErrorInvalidValue;
