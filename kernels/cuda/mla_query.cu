@@ -3,8 +3,9 @@
 // A block takes 16 outputs of q_b and holds their weights in registers, an eighth of the inputs a warp,
 // before it waits for the kernel in front. Its warps read whole rows of the q latent between them, so the
 // norm costs a sum over the warps. Then it is one of its head's blocks for the second product: 64 columns of
-// the latent, or the rope part. It needs all of its head's q, from the other blocks of the head, which count
-// up when they have stored theirs. Blocks behind these write the keys.
+// the latent, or the rope part. It needs all of its head's q, from the other blocks of the head: up to 16
+// rows by mail (common/mail.cuh), more rows through memory and a count of the blocks that have stored theirs.
+// Blocks behind these write the keys.
 //
 // Nobody relies on how many blocks are resident at once (ranks may share a GPU): a block that has looked for
 // the others long enough makes their outputs itself, the same bits to the same places.
@@ -12,6 +13,7 @@
 
 #include "kernels/cuda/common/chunk.cuh"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/mail.cuh"
 #include "kernels/cuda/mla_rope.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -25,7 +27,7 @@ constexpr int kColumns = 64;   // of a block in the second
 constexpr int kMaxNope = 128;  // its inputs
 constexpr int kPitch = kColumns + 8;
 constexpr int kSumPitch = kOuts + 4;
-constexpr int kMaxRows = 64;
+constexpr int kMaxRows = 64, kMailRows = 16;
 constexpr int kMaxKeyBlocks = 32;
 constexpr int kLooks = 256;  // most of a microsecond each
 
@@ -36,6 +38,9 @@ struct Params {
   int64_t w_stride;
   int heads, tiles, steps;  // tiles of kOuts outputs a head, steps of 32 inputs a warp
   unsigned* done;           // [heads + 1]: stored tiles of each head; blocks that have seen all of theirs
+  // With mail, kQueryState words: blocks that have all of their head's q; the number of the last launch; from
+  // word 4 on q on its way between the blocks.
+  unsigned* state;
 };
 
 template <int kTiles>
@@ -44,7 +49,9 @@ struct Shared {
   uint4 norm[kWarps * kMaxSteps * 4];
   float squares[kWarps][8 * kTiles];
   float sums[kWarps][8 * kTiles][kSumPitch];
+  alignas(16) uint16_t q[8 * kTiles <= kMailRows ? 8 * kTiles : 1][kMaxNope + 32];  // with mail
   bool alone;
+  unsigned launch;  // this one's number, with mail
 };
 
 // The key of one row: kv norm and rope, as MlaPrepare.
@@ -97,16 +104,22 @@ struct Inputs {
   }
 };
 
+__device__ __forceinline__ unsigned* Mail(const Params& p) { return p.state + 4; }
+// Of the pair of q at `column` of all heads.
+__device__ __forceinline__ int MailIndex(const Params& p, int row, int column) {
+  return (row * p.heads * p.tiles * kOuts + column) / 2;
+}
+
 // q of all rows at kOuts outputs from first_out on, `in` being the first rows. The norm's weights go into the
 // inputs, its factor into the sums.
-template <int kTiles>
+template <int kTiles, bool kMail>
 __device__ __forceinline__ void MakeQ(const Params& p, Shared<kTiles>& shared,
                                       const uint4 (&w)[2 * kMaxSteps], Inputs<kTiles>& in, int first_out,
                                       int warp, int lane) {
   const int g = lane >> 2, t = lane & 3, rows = p.absorb.rows;
   const uint4* const norm = shared.norm + warp * p.steps * 4 + t;
 #pragma unroll 1
-  for (int first_row = 0; first_row < rows; first_row += 8 * kTiles) {
+  for (int first_row = 0; first_row < (kMail ? 1 : rows); first_row += 8 * kTiles) {  // with mail once
     float squares[kTiles] = {}, acc[kTiles][4] = {};
 #pragma unroll
     for (int s = 0; s < kMaxSteps; ++s) {
@@ -124,7 +137,7 @@ __device__ __forceinline__ void MakeQ(const Params& p, Shared<kTiles>& shared,
         squares[n] += Squares8(v);
       }
     }
-    if (first_row + 8 * kTiles < rows) in.Load(p, first_row + 8 * kTiles, warp, lane);
+    if (!kMail && first_row + 8 * kTiles < rows) in.Load(p, first_row + 8 * kTiles, warp, lane);
     if (first_row > 0) __syncthreads();  // the sums before have been read
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -147,18 +160,48 @@ __device__ __forceinline__ void MakeQ(const Params& p, Shared<kTiles>& shared,
       total += shared.squares[k][row];
     }
     const float factor = rsqrtf(total / static_cast<float>(p.prepare.q_lora) + p.prepare.eps);
-    *reinterpret_cast<uint32_t*>(p.absorb.q + (first_row + row) * p.absorb.q_stride + first_out + out) =
-        PackBf16(sum.x * factor, sum.y * factor);
+    const uint32_t pair = PackBf16(sum.x * factor, sum.y * factor);
+    if (kMail) {
+      PostPair(Mail(p), MailIndex(p, row, first_out + out), pair, shared.launch);
+    } else {
+      *reinterpret_cast<uint32_t*>(p.absorb.q + (first_row + row) * p.absorb.q_stride + first_out + out) =
+          pair;
+    }
   }
 }
 
-// kColumns columns from first_column on of the absorbed query of all rows.
-__device__ __forceinline__ void Absorb(const AbsorbedQuery& p, const uint4* weights, int head,
+// kColumns columns from first_column on of the absorbed query, of the rows 8 (warp / 4) + 16 n + g from
+// first_row on; a lane's inputs are the 16 bytes 8 t of each 32, as in mla_absorb.cu.
+template <int kEach>
+__device__ __forceinline__ void Absorb(const AbsorbedQuery& p, const uint4* weights,
+                                       const uint4 (&in)[kEach][kMaxNope / 32], int head, int first_row,
                                        int first_column, int warp, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-  // As in mla_absorb.cu: a lane's inputs are the 16 bytes it reads of q.
   const int line = 8 * ((lane & 7) >> 1) + (lane & 1) + 2 * (lane >> 4);
   const uint32_t from = SharedAddress(weights) + (line * kPitch + (warp & 3) * 16 + 8 * (lane >> 3 & 1)) * 2;
+  float acc[kEach][4] = {};
+#pragma unroll
+  for (int k = 0; k < kMaxNope / 32; ++k) {
+    if (k * 32 >= p.nope) break;
+    uint32_t first[4], second[4];
+    LoadMatrix4Transposed(first, from + k * 32 * kPitch * 2);
+    LoadMatrix4Transposed(second, from + (k * 32 + 4) * kPitch * 2);
+#pragma unroll
+    for (int n = 0; n < kEach; ++n) {
+      MmaBf16(acc[n], first, in[n][k].x, in[n][k].y);
+      MmaBf16(acc[n], second, in[n][k].z, in[n][k].w);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    if (first_row + 16 * n < p.rows)
+      StoreAbsorbed(p, acc[n], head, first_row + 16 * n, first_column + (warp & 3) * 16, lane);
+  }
+}
+
+// The same of all rows, with q from memory.
+__device__ __forceinline__ void AbsorbStored(const AbsorbedQuery& p, const uint4* weights, int head,
+                                             int first_column, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
   // Two tiles of rows at a time: their inputs are on their way together.
 #pragma unroll 1
   for (int first_row = 8 * (warp >> 2); first_row < p.rows; first_row += 32) {
@@ -172,31 +215,102 @@ __device__ __forceinline__ void Absorb(const AbsorbedQuery& p, const uint4* weig
       for (int k = 0; k < kMaxNope / 32; ++k)
         if (k * 32 < p.nope) in[n][k] = __ldcg(reinterpret_cast<const uint4*>(x + k * 32));
     }
-    float acc[2][4] = {};
-#pragma unroll
-    for (int k = 0; k < kMaxNope / 32; ++k) {
-      if (k * 32 >= p.nope) break;
-      uint32_t first[4], second[4];
-      LoadMatrix4Transposed(first, from + k * 32 * kPitch * 2);
-      LoadMatrix4Transposed(second, from + (k * 32 + 4) * kPitch * 2);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        MmaBf16(acc[n], first, in[n][k].x, in[n][k].y);
-        MmaBf16(acc[n], second, in[n][k].z, in[n][k].w);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if (first_row + 16 * n < p.rows)
-        StoreAbsorbed(p, acc[n], head, first_row + 16 * n, first_column + (warp & 3) * 16, lane);
-    }
+    Absorb<2>(p, weights, in, head, first_row, first_column, warp, lane);
   }
 }
 
+// q of a whole head, by a block that has waited long enough for the others.
+template <int kTiles, bool kMail>
+__device__ __forceinline__ void MakeOthers(const Params& p, Shared<kTiles>& shared, int head, int warp,
+                                           int lane) {
+  uint4 w[2 * kMaxSteps];
+  Inputs<kTiles> in;
+#pragma unroll 1
+  for (int other = head * p.tiles; other < (head + 1) * p.tiles; ++other) {
+    LoadWeights(w, p, other * kOuts, warp, lane);
+    in.Load(p, 0, warp, lane);
+    MakeQ<kTiles, kMail>(p, shared, w, in, other * kOuts, warp, lane);
+    __syncthreads();
+  }
+}
+
+// With mail: this block's part of the second product, once its head's q is there. False: after kLooks it is
+// not. Warp w of a block with columns brings what its head's tile w has made.
 template <int kTiles>
+__device__ __forceinline__ bool TakeAndAbsorb(const Params& p, Shared<kTiles>& shared, int head, int tile,
+                                              int warp, int lane) {
+  static_assert(kMaxNope <= kWarps * kOuts && kOuts == 16);
+  const int column_tiles = p.absorb.latent / kColumns, half = p.absorb.rope / 2;
+  const int pair = (tile - column_tiles) * kThreads + static_cast<int>(threadIdx.x);
+  const bool columns = tile < column_tiles, rotates = !columns && pair < p.absorb.rows * half;
+  const unsigned launch = shared.launch;
+  bool there = false;
+  uint32_t bits = 0;
+  if (columns) {
+    // Lanes 4 i .. 4 i + 3 have a row's sixteen.
+    uint2 in[kTiles];
+    bool mine[kTiles];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+      mine[n] = warp * kOuts < p.absorb.nope && 8 * n + (lane >> 2) < p.absorb.rows;
+#pragma unroll 1
+    for (int look = 0; look < kLooks && !there; ++look) {
+      there = true;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        if (mine[n])
+          there =
+              TakePairs2(in[n], Mail(p),
+                         MailIndex(p, 8 * n + (lane >> 2), (head * p.tiles + warp) * kOuts + 4 * (lane & 3)),
+                         launch) &&
+              there;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      if (mine[n])
+        *reinterpret_cast<uint2*>(&shared.q[8 * n + (lane >> 2)][warp * kOuts + 4 * (lane & 3)]) = in[n];
+    }
+  } else {
+    const int index = MailIndex(p, pair / half, head * p.tiles * kOuts + p.absorb.nope + 2 * (pair % half));
+#pragma unroll 1
+    for (int look = 0; look < kLooks && !there; ++look)
+      there = !rotates || TakePair(bits, Mail(p), index, launch);
+  }
+  if (__syncthreads_or(!there)) return false;
+  if (columns && 8 * (warp >> 2) < p.absorb.rows) {
+    uint4 in[1][kMaxNope / 32];
+#pragma unroll
+    for (int k = 0; k < kMaxNope / 32; ++k) {
+      if (k * 32 < p.absorb.nope)
+        in[0][k] = *reinterpret_cast<const uint4*>(
+            &shared.q[8 * (warp >> 2) % (8 * kTiles) + (lane >> 2)][8 * (lane & 3) + k * 32]);
+    }
+    Absorb<1>(p.absorb, shared.absorb, in, head, 8 * (warp >> 2), tile * kColumns, warp, lane);
+  }
+  if (rotates) {
+    *reinterpret_cast<uint32_t*>(RopeOut(p.absorb, head, pair / half, pair % half)) =
+        Rotated(bits, reinterpret_cast<const float2*>(shared.absorb)[threadIdx.x]);
+  }
+  // The last block that has used the launch's number leaves it to the next launch.
+  if (threadIdx.x == kThreads - 1 && atomicAdd(p.state, 1u) == static_cast<unsigned>(p.heads * p.tiles) - 1)
+    p.state[0] = 0, p.state[1] = launch;
+  return true;
+}
+
+// The same by a block that has waited long enough: it makes its head's q itself.
+template <int kTiles>
+__device__ __noinline__ void MakeOthersAndAbsorb(const Params& p, Shared<kTiles>& shared, int head, int tile,
+                                                 int warp, int lane) {
+  MakeOthers<kTiles, true>(p, shared, head, warp, lane);
+  while (!TakeAndAbsorb(p, shared, head, tile, warp, lane)) {
+  }
+}
+
+template <int kTiles, bool kMail>
 __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
     MlaQueryKernel(const __grid_constant__ Params p) {
-  __shared__ Shared<kTiles> shared;
+  __shared__ __align__(16) Shared<kTiles> shared;
   LaunchDependents();
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int blocks = p.heads * p.tiles, rows = p.absorb.rows;
@@ -213,11 +327,11 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
   asm volatile("cp.async.commit_group;" ::: "memory");
   uint4 w[2 * kMaxSteps];
   LoadWeights(w, p, blockIdx.x * kOuts, warp, lane);
-  // The second product's weights, or the angle of this thread's first pair: a head's blocks without columns
-  // share out its rope part.
+  // The second product's weights, or in their place the angle of this thread's first pair: a head's blocks
+  // without columns share out its rope part.
   const int half = p.absorb.rope / 2, pairs = rows * half;
-  int pair = (tile - column_tiles) * kThreads + threadIdx.x;
-  float2 angle;
+  const int first_pair = (tile - column_tiles) * kThreads + static_cast<int>(threadIdx.x);
+  float2& first_angle = reinterpret_cast<float2*>(shared.absorb)[threadIdx.x];
   if (tile < column_tiles) {
     const bf16* from = p.absorb.w +
                        static_cast<int64_t>(head) * (p.absorb.nope + p.absorb.v) * p.absorb.latent +
@@ -227,17 +341,26 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
       CopyAsync16(SharedAddress(shared.absorb) + (row * kPitch + chunk * 8) * 2,
                   from + static_cast<int64_t>(row) * p.absorb.latent + chunk * 8);
     }
-  } else if (pair < pairs) {
-    angle = AngleOf(p.absorb, pair / half, pair % half);  // positions: rule 5 of launch.cuh
+  } else if (first_pair < pairs) {
+    first_angle = AngleOf(p.absorb, first_pair / half, first_pair % half);  // positions: rule 5 of launch.cuh
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
   WaitForPrevious();
   Inputs<kTiles> in;
   in.Load(p, 0, warp, lane);
+  if (kMail && threadIdx.x == 0) {
+    const unsigned launch = LoadRelaxedDevice(p.state + 1) + 1;
+    shared.launch = launch + (launch == 0);  // mail never written has zero
+  }
   asm volatile("cp.async.wait_group 1;" ::: "memory");
   __syncthreads();
-  MakeQ<kTiles>(p, shared, w, in, blockIdx.x * kOuts, warp, lane);
+  MakeQ<kTiles, kMail>(p, shared, w, in, blockIdx.x * kOuts, warp, lane);
   asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if (kMail) {
+    if (!TakeAndAbsorb(p, shared, head, tile, warp, lane))
+      MakeOthersAndAbsorb(p, shared, head, tile, warp, lane);
+    return;
+  }
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
@@ -252,24 +375,15 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
     }
   }
   __syncthreads();
-  if (shared.alone) {
-#pragma unroll 1
-    for (int other = head * p.tiles; other < (head + 1) * p.tiles; ++other) {
-      LoadWeights(w, p, other * kOuts, warp, lane);
-      in.Load(p, 0, warp, lane);
-      MakeQ<kTiles>(p, shared, w, in, other * kOuts, warp, lane);
-      __syncthreads();
-    }
-  }
+  if (shared.alone) MakeOthers<kTiles, kMail>(p, shared, head, warp, lane);
   if (tile < column_tiles) {
-    Absorb(p.absorb, shared.absorb, head, tile * kColumns, warp, lane);
+    AbsorbStored(p.absorb, shared.absorb, head, tile * kColumns, warp, lane);
     return;
   }
   const int step = (p.tiles - column_tiles) * kThreads;
-  for (bool first = true; pair < pairs; pair += step, first = false) {
+  for (int pair = first_pair; pair < pairs; pair += step) {
     const int row = pair / half, i = pair % half;
-    if (!first) angle = AngleOf(p.absorb, row, i);
-    RotatePair(p.absorb, head, row, i, angle);
+    RotatePair(p.absorb, head, row, i, pair == first_pair ? first_angle : AngleOf(p.absorb, row, i));
   }
 }
 
@@ -290,6 +404,7 @@ cudaError_t MlaQuery(const Launch& launch, const kernels::MlaQueryArgs& args) {
   p.tiles = static_cast<int>((absorb.nope + absorb.rope) / kOuts);
   p.steps = static_cast<int>(prepare.q_lora / (32 * kWarps));
   p.done = launch.counters;
+  p.state = launch.counters + kCounters + kMoeState;
   const bool fits =
       prepare.qkv.rows > 0 && prepare.qkv.rows <= kMaxRows && absorb.q.rows == prepare.qkv.rows &&
       args.w_q_b.rows == absorb.heads * (absorb.nope + absorb.rope) && p.heads > 0 && p.heads < kCounters &&
@@ -312,7 +427,15 @@ cudaError_t MlaQuery(const Launch& launch, const kernels::MlaQueryArgs& args) {
   }
   const int rows = p.absorb.rows;
   const dim3 grid(p.heads * p.tiles + std::min(rows, kMaxKeyBlocks));
-  const auto kernel = rows <= 8 ? MlaQueryKernel<1> : rows <= 16 ? MlaQueryKernel<2> : MlaQueryKernel<4>;
+  // A thread of the blocks without columns has one pair at most.
+  const int64_t pairs = rows * (p.absorb.rope / 2);
+  const bool mail = rows <= kMailRows && rows * static_cast<int64_t>(args.w_q_b.rows) <= kQueryMailWords &&
+                    pairs <= (p.tiles - absorb.latent / kColumns) * kThreads;
+  const auto kernel = rows <= 8 && mail    ? MlaQueryKernel<1, true>
+                      : rows <= 8          ? MlaQueryKernel<1, false>
+                      : rows <= 16 && mail ? MlaQueryKernel<2, true>
+                      : rows <= 16         ? MlaQueryKernel<2, false>
+                                           : MlaQueryKernel<4, false>;
   return LaunchAfter(launch, kernel, grid, dim3(kThreads), 0, p);
 }
 

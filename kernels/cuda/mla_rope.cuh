@@ -47,16 +47,21 @@ __device__ __forceinline__ float2 AngleOf(const AbsorbedQuery& p, int row, int p
   return AngleOf(p.positions[row], p.inv_freq[pair], p.attention_factor);
 }
 
-__device__ __forceinline__ void Rotate(const bf16* from, bf16* to, float2 angle) {
-  const uint32_t bits = __ldcg(reinterpret_cast<const uint32_t*>(from));
+__device__ __forceinline__ uint32_t Rotated(uint32_t bits, float2 angle) {
   const float a = LowBf16(bits), b = HighBf16(bits);
-  *reinterpret_cast<uint32_t*>(to) = PackBf16(a * angle.x - b * angle.y, b * angle.x + a * angle.y);
+  return PackBf16(a * angle.x - b * angle.y, b * angle.x + a * angle.y);
+}
+__device__ __forceinline__ void Rotate(const bf16* from, bf16* to, float2 angle) {
+  *reinterpret_cast<uint32_t*>(to) = Rotated(__ldcg(reinterpret_cast<const uint32_t*>(from)), angle);
+}
+// Where pair `pair` of a head's rope part goes.
+__device__ __forceinline__ bf16* RopeOut(const AbsorbedQuery& p, int head, int row, int pair) {
+  return p.out + row * p.out_stride + static_cast<int64_t>(head) * (p.latent + p.rope) + p.latent + 2 * pair;
 }
 __device__ __forceinline__ void RotatePair(const AbsorbedQuery& p, int head, int row, int pair,
                                            float2 angle) {
   Rotate(p.q + row * p.q_stride + static_cast<int64_t>(head) * (p.nope + p.rope) + p.nope + 2 * pair,
-         p.out + row * p.out_stride + static_cast<int64_t>(head) * (p.latent + p.rope) + p.latent + 2 * pair,
-         angle);
+         RopeOut(p, head, row, pair), angle);
 }
 
 // A warp's products: acc[c] is row 2 t + (c & 1) of first_row .., column 8 (c >> 1) + g of first_column .. .

@@ -39,7 +39,10 @@ inline constexpr int kCounters = 16384;
 // each of two phases 1024 + 2, and activations on their way from block to block, two words each pair of them.
 inline constexpr int kMoePhaseWords = 1024 + 2, kMoeMailWords = 2 * 8192;
 inline constexpr int kMoeState = 4 + 2 * kMoePhaseWords + kMoeMailWords;
-inline constexpr int kAllCounters = kCounters + kMoeState;
+// Behind that, what MlaQuery keeps: four words, and those of q on its way from block to block.
+inline constexpr int kQueryMailWords = 2 * 16384, kQueryState = 4 + kQueryMailWords;
+static_assert((kCounters + kMoeState) % 4 == 0);  // mail is read 16 bytes at a time
+inline constexpr int kAllCounters = kCounters + kMoeState + kQueryState;
 
 cudaError_t Embedding(const Launch& launch, const kernels::EmbeddingArgs& args);
 cudaError_t RmsNorm(const Launch& launch, const kernels::RmsNormArgs& args);

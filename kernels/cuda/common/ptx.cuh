@@ -193,6 +193,12 @@ __device__ __forceinline__ unsigned LoadAcquireDevice(const unsigned* from) {
   return v;
 }
 
+__device__ __forceinline__ unsigned LoadRelaxedDevice(const unsigned* from) {
+  unsigned v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
 // Programmatic dependent launch: the next kernel may start its blocks; wait until the one before has
 // finished.
 __device__ __forceinline__ void LaunchDependents() {

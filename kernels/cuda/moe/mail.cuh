@@ -1,18 +1,10 @@
-// Activations from the block that makes them to those that read them, a few rows' worth: each pair of values
-// lies beside the number of the launch that wrote it, in one word that is written and read as a whole. Who
-// finds the number has the values, so there is no flag to set behind a fence and to read in front of them,
-// which would be three ways to L2 instead of one.
+// Reading mail (common/mail.cuh) as a lane's inputs.
 #pragma once
 
+#include "kernels/cuda/common/mail.cuh"
 #include "kernels/cuda/moe/int4.cuh"
 
 namespace kdt::cuda {
-
-// Values 2 index and 2 index + 1.
-__device__ __forceinline__ void PostPair(unsigned* mail, int index, uint32_t values, unsigned launch) {
-  const uint64_t word = static_cast<uint64_t>(launch) << 32 | values;
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(mail + 2 * index), "l"(word) : "memory");
-}
 
 // A lane's Inputs of kGroups groups, of which `groups` are there, the first of them at pair `index`; waits
 // for them.
