@@ -36,7 +36,10 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
     for (int i = 0; i < kTickets; ++i) BarrierInit(SharedAddress(&shared.drawn[threadIdx.x][i]), 1);
   }
   if (threadIdx.x < 2 * kMoeWarps) BarrierInit(SharedAddress(&shared.landed[0][threadIdx.x]), 32);
-  if (threadIdx.x == 0) shared.surplus = make_uint4(kSurplusLow, kSurplusLow, kSurplusHigh, kSurplusHigh);
+  if (threadIdx.x == 0) {
+    shared.surplus = make_uint4(kSurplusLow, kSurplusLow, kSurplusHigh, kSurplusHigh);
+    if (IsDirect(kForm)) shared.choice.held = 0;
+  }
   PrepareChoice(reinterpret_cast<int*>(shared.exchange));
   __syncthreads();
   WaitForPrevious();
@@ -65,8 +68,13 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
     // The first two warps have the ids.
     shared.choice.weights[threadIdx.x - 64] = p.weights[threadIdx.x - 64];
   }
-  MakeChoice(shared.choice, pairs, reinterpret_cast<int*>(shared.exchange), ids, count, p.rows == 1,
-             static_cast<int>(p.w.first_expert), static_cast<int>(p.w.experts));
+  if (IsDirect(kForm) && p.rows > 1 && p.few_ids) {
+    MakeFewChoice(shared.choice, pairs, ids, p.rows, static_cast<int>(p.w.first_expert),
+                  static_cast<int>(p.w.experts));
+  } else {
+    MakeChoice(shared.choice, pairs, reinterpret_cast<int*>(shared.exchange), ids, count, p.rows == 1,
+               static_cast<int>(p.w.first_expert), static_cast<int>(p.w.experts));
+  }
   if (draws) {
     shared.tickets[warp / kTeamWarps][kTickets - 1] = ticket & ~kPhaseBit;
     if (warp == kMoeWarps - 1) {
@@ -258,6 +266,7 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
     p.out = out.data;
     p.ids = args.expert_ids + first * args.top_k;
     p.weights = args.expert_weights + first * args.top_k;
+    p.few_ids = p.top_k == kFewChoiceTopK && p.rows <= kFewChoiceRows && Aligned16(p.ids);
     const Form form = !fit                                                        ? Form::kRagged
                       : pairs > kSharedPairs                                      ? Form::kMost
                       : pairs > kDirectPairs || p.rows > kFewRows                 ? Form::kMany

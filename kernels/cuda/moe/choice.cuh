@@ -18,8 +18,8 @@ struct Choice {
   uint16_t begin[kMaxExperts + 8];  // [active + 1], into the list of pairs
 };
 
-// What MakeChoice needs of the block before: `counts` cleared, kMaxExperts ints of scratch. It reads no step
-// data, so it may stand before the wait for the kernel in front.
+// What MakeChoice needs of the block before: `counts` cleared, kMaxExperts ints of scratch. It reads no
+// step data, so it may stand before the wait for the kernel in front.
 __device__ __forceinline__ void PrepareChoice(int* counts) {
   for (int e = threadIdx.x; e < kMaxExperts; e += kMoeThreads) counts[e] = 0;
 }
@@ -103,6 +103,71 @@ __device__ __forceinline__ void MakeChoice(Choice& choice, uint16_t* pairs_out, 
     if (some) pairs_out[atomicAdd(&counts[mine], 1)] = static_cast<uint16_t>(tid);
     others([&](int e, int i) { pairs_out[atomicAdd(&counts[e], 1)] = static_cast<uint16_t>(i); });
   }
+}
+
+// The same for up to eight rows of eight pairs, with one meeting: eight threads a pair, each of which
+// compares it with the pairs of a row. Ids are read sixteen bytes at a time. `firsts` is room for a byte a
+// warp.
+inline constexpr int kFewChoiceRows = 8, kFewChoiceTopK = 8;
+
+__device__ __forceinline__ void MakeFewChoice(Choice& choice, uint16_t* pairs_out, const int32_t* ids,
+                                              int rows, int first_expert, int experts) {
+  uint8_t* const firsts = reinterpret_cast<uint8_t*>(choice.warp_totals);  // a warp's four pairs
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int pair = tid / kFewChoiceRows, other = tid % kFewChoiceRows, row = pair / kFewChoiceTopK;
+  static_assert(kMoeThreads == kFewChoiceRows * kFewChoiceRows * kFewChoiceTopK);
+  // Experts from the first one held here on; those of others are larger than all of these.
+  uint32_t of_row[kFewChoiceTopK];
+  uint32_t mine = ~0u;
+  if (other < rows) {
+    const int4* const from = reinterpret_cast<const int4*>(ids + other * kFewChoiceTopK);
+    const int4 low = from[0], high = from[1];
+    const int all[kFewChoiceTopK] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int k = 0; k < kFewChoiceTopK; ++k) of_row[k] = static_cast<uint32_t>(all[k] - first_expert);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kFewChoiceTopK; ++k) of_row[k] = ~0u;
+  }
+  if (row < rows) mine = static_cast<uint32_t>(ids[pair] - first_expert);
+  const bool held = mine < static_cast<uint32_t>(experts);
+  unsigned less = 0;
+  bool equal = false;
+#pragma unroll
+  for (int k = 0; k < kFewChoiceTopK; ++k) {
+    if (of_row[k] < mine) less |= 1u << k;
+    equal = equal || of_row[k] == mine;
+  }
+  const auto sum = [](int x) {  // over the pair's threads
+#pragma unroll
+    for (int d = 1; d < kFewChoiceRows; d <<= 1) x += __shfl_xor_sync(~0u, x, d);
+    return x;
+  };
+  // Before it in the list, and among these those of its expert.
+  const int same = equal && other < row;
+  const int before = sum(__popc(less) + same + (same << 16)), at = before & 0xffff;
+  const bool first = held && before >> 16 == 0;
+  const auto packed = [](unsigned all) {
+    return (all & 1) | (all >> 7 & 2) | (all >> 14 & 4) | (all >> 21 & 8);
+  };
+  const unsigned some_first = packed(__ballot_sync(~0u, first)), some_held = packed(__ballot_sync(~0u, held));
+  if (lane == 0) {
+    firsts[warp] = static_cast<uint8_t>(some_first);
+    atomicOr(reinterpret_cast<unsigned*>(&choice.held) + warp / 8, some_held << warp % 8 * 4);
+  }
+  __syncthreads();
+  const unsigned two = reinterpret_cast<const uint16_t*>(firsts)[other];
+  const unsigned first_of_row = (two & 0xf) | (two >> 4 & 0xf0);
+  const int counts = sum(__popc(less & first_of_row) + (__popc(first_of_row) << 16));
+  if (tid == 0) {
+    choice.active = counts >> 16;
+    choice.begin[counts >> 16] = static_cast<uint16_t>(__popcll(choice.held));
+  }
+  if (!held || other != 0) return;
+  pairs_out[at] = static_cast<uint16_t>(pair);
+  if (!first) return;
+  choice.expert[counts & 0xffff] = static_cast<uint16_t>(mine);
+  choice.begin[counts & 0xffff] = static_cast<uint16_t>(at);
 }
 
 }  // namespace kdt::cuda

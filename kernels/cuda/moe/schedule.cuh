@@ -75,6 +75,7 @@ struct MoeParams {
   const bf16 *shared_x, *shared_w;
   int64_t shared_x_stride, shared_w_stride;
   int shared_pieces;
+  bool few_ids;  // MakeFewChoice does for them
   // kMoeState words: the next ticket of gate_up with a phase bit; for each phase a counter of finished tiles
   // of gate_up by active expert, the next ticket of down and the number of the launch; the mail. Launches
   // take turns with the phases: each clears the other's words, so that none has to clean up at its end.
