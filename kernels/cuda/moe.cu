@@ -235,6 +235,7 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
   p.accumulate = args.accumulate;
   p.state = launch.counters + kCounters;
   p.gate_tiles = static_cast<int>(w.inner / 16);
+  p.gate_inverse = static_cast<unsigned>((int64_t{1} << 32) / p.gate_tiles + 1);
   p.down_tiles = static_cast<int>(w.hidden / kTileRows);
   p.hidden_groups = static_cast<int>(w.hidden / 32);
   p.inner_groups = static_cast<int>(w.inner / 32);

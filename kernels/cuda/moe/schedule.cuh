@@ -59,6 +59,7 @@ struct MoeParams {
   const float* weights;
   int rows, top_k;
   int gate_tiles, down_tiles;  // of 32 weight rows
+  unsigned gate_inverse;  // 2^32 / gate_tiles, rounded up: a ticket is divided by it at each tile's start
   int hidden_groups, inner_groups;
   int slice_groups, slice_steps;
   // So many steps before a team ends a tile of gate_up, its last warp draws the next one, and all take it: as
@@ -91,6 +92,14 @@ __device__ __forceinline__ unsigned* PhaseWords(const MoeParams& p, unsigned pha
 __device__ __forceinline__ unsigned GateItems(const MoeParams& p, const Choice& choice) {
   return static_cast<unsigned>(choice.active * p.gate_tiles);
 }
+
+// The tile of a ticket of gate_up.
+struct GateCell {
+  int active, tile;
+  __device__ __forceinline__ GateCell(const MoeParams& p, unsigned ticket)
+      : active(static_cast<int>(static_cast<uint64_t>(ticket) * p.gate_inverse >> 32)),
+        tile(static_cast<int>(ticket) - active * p.gate_tiles) {}
+};
 
 // Tiles of down a warp draws at once, and how many such runs an expert has. Long runs cost less, short ones
 // leave less to wait for at the end.

@@ -135,8 +135,8 @@ class Worker {
                 at * kGroupScaleBytes + lane_ * 16};
   }
   __device__ __forceinline__ Position GatePosition(unsigned ticket) const {
-    return PositionOf(true, static_cast<int>(ticket) / p_.gate_tiles,
-                      static_cast<int>(ticket) % p_.gate_tiles, first_group_);
+    const GateCell cell(p_, ticket);
+    return PositionOf(true, cell.active, cell.tile, first_group_);
   }
   __device__ __forceinline__ Position DownPosition(const Cell& cell) const {
     return PositionOf(false, cell.active, cell.tile, 0);
@@ -196,8 +196,7 @@ class Worker {
   // One tile of gate_up; returns the next ticket.
   __device__ __forceinline__ unsigned GateTile(unsigned ticket, unsigned seq, int& round) {
     const unsigned end = GateItems(p_, choice());
-    const int active = static_cast<int>(ticket) / p_.gate_tiles,
-              tile = static_cast<int>(ticket) % p_.gate_tiles;
+    const auto [active, tile] = GateCell(p_, ticket);
     const int begin = choice().begin[active], count = choice().begin[active + 1] - begin;
     unsigned next_ticket = 0;
     for (int first = 0; first < count; first += kColumnsAtOnce, ++round) {
