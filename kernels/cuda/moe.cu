@@ -2,7 +2,8 @@
 // work; moe/int4.cuh: the products), and for more than a few rows a second one that sums over experts.
 // Each warp streams its weights through its own ring in shared memory, a step ahead of its products, across
 // the borders of tiles, experts and phases. Weights of an expert are read once for up to eight of its rows,
-// and again, mostly out of L2, for each further eight.
+// and again, mostly out of L2, for each further eight. Up to eight rows the choice of the experts and the
+// shared experts' down product are its first part (moe/choose.cuh, moe/shared_down.cuh).
 #include <algorithm>
 
 #include "kernels/cuda/common/launch.cuh"

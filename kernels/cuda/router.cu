@@ -1,7 +1,7 @@
-// Two launches: scores and the shared experts' gate and up with their activation, which read the same rows;
+// Scores and, beside them, the shared experts' gate and up with their activation, which read the same rows;
 // then the shared experts' down product, and beside it, in blocks of its own, the choice of the experts.
 // Without shared experts the choice is a launch by itself. Many rows, float32 weights and unusual shapes go
-// one after the other.
+// one after the other. The engine leaves the second part to moe (moe/choose.cuh).
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/types.cuh"
 #include "kernels/cuda/gemm/choose.cuh"
@@ -34,14 +34,6 @@ __global__ void __launch_bounds__(kChoiceThreads) ChooseKernel(const __grid_cons
   ChooseRow(p, blockIdx.x, room);
 }
 
-// Scores and, in the columns of one half of shared_inner, what goes into the shared experts' down product.
-SkinnyGemm Scores(const kernels::RouterArgs& args, const kernels::GemmArgs& scores) {
-  SkinnyGemm gemm = MakeSkinny(scores.x, scores.w, scores.y);
-  gemm.beside = args.shared_gate_up;
-  gemm.beside_y = args.shared_inner;
-  gemm.beside_gated = true;
-  return gemm;
-}
 }  // namespace
 
 cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
@@ -67,21 +59,15 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
   choice.bias = args.bias, choice.normalize = args.normalize, choice.scale = args.scale;
   choice.row_count = args.row_count;
   choice.expert_ids = args.expert_ids, choice.weights = args.weights;
-  const bool shared = args.shared_gate_up.rows > 0, bf16_weights = args.w.dtype == kernels::DType::kBF16;
+  const bool shared = args.shared_gate_up.rows > 0;
   kernels::GemmArgs down{args.shared_inner, args.shared_down, args.shared_y};
-  down.gated = true;
   cudaError_t error = cudaSuccess;
-  if (bf16_weights) {
-    const kernels::GemmArgs gemm{args.x, args.w, choice.scores};
-    const SkinnyGemm first = Scores(args, gemm);
-    const bool bf16s =
-        args.x.dtype == kernels::DType::kBF16 && (!shared || args.shared_inner.dtype == args.x.dtype);
-    if (shared && bf16s && rows <= kSkinnyRows && Fits(first) && inner % 8 == 0 &&
-        Aligned16(args.shared_inner.data) && args.shared_inner.stride % 8 == 0) {
-      if (error = RunSkinny(rest, first); error != cudaSuccess) return error;
-      down.gated = false;
-      down.x = args.shared_inner.Columns(0, inner);
-      return ChooseExperts(rest, choice, args.top_k, down);
+  if (args.w.dtype == kernels::DType::kBF16) {
+    kernels::GemmArgs gemm{args.x, args.w, choice.scores};
+    if (shared) {
+      gemm.beside_w = args.shared_gate_up;
+      gemm.beside_y = down.x = args.shared_inner.Columns(0, inner);
+      gemm.beside_gated = true;
     }
     error = Gemm(rest, gemm);
   } else {
@@ -91,8 +77,9 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
                           0, Data<T>(args.x), args.x.stride, Data<float>(args.w), args.w.stride, args.x.cols,
                           static_cast<int>(experts), scores);
     });
+    down.gated = true;
+    if (error == cudaSuccess && shared) error = Gemm(rest, {args.x, args.shared_gate_up, args.shared_inner});
   }
-  if (error == cudaSuccess && shared) error = Gemm(rest, {args.x, args.shared_gate_up, args.shared_inner});
   return error == cudaSuccess ? ChooseExperts(rest, choice, args.top_k, down) : error;
 }
 
