@@ -1,6 +1,7 @@
 // Chooses configurations of the partial kernel for the sequences a launch may have, and queues them and the
 // reduce kernel.
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/ops.h"
@@ -19,6 +20,11 @@ constexpr float kLog2E = 1.44269504f;
 using Small = VerifyConfig<1, 1, 5, 2, 2>;   // up to 16
 using Middle = VerifyConfig<2, 1, 4, 2, 2>;  // up to 32
 using Large = VerifyConfig<2, 2, 4, 1, 1>;   // more, in tiles of 64
+// Up to 64 in a lone sequence of fewer than kNarrowBelow keys, in tiles of 32: there the queries that every
+// block reads and the results of a split are most of what is moved. In the kernel of Large, as the length is
+// not known when it is launched.
+using Narrow = VerifyConfig<1, 2, 4, 1, 1, Large::kFullAt>;
+constexpr int kNarrowBelow = 9216;
 constexpr int kSmallQueries = Small::kTileRows, kMiddleQueries = Middle::kTileRows;
 
 // One launch of a partial kernel: a class, and how many items and query tiles it can have at most.
@@ -28,21 +34,21 @@ struct Part {
   cudaError_t (*run)(const Launch& launch, const VerifyParams& params, const VerifyClass& of, int64_t items);
 };
 
-template <class C>
+template <class C, class N>
 cudaError_t RunPartial(const Launch& launch, const VerifyParams& params, const VerifyClass& of,
                        int64_t items) {
-  return LaunchAfter(launch, VerifyPartial<C>, dim3(static_cast<unsigned>(items)), dim3(C::kThreads),
+  return LaunchAfter(launch, VerifyPartial<C, N>, dim3(static_cast<unsigned>(items)), dim3(C::kThreads),
                      C::kSharedBytes, params, of);
 }
 
 // Blocks of C that run at once; 0 if the device takes none.
-template <class C>
+template <class C, class N>
 int Slots(const Launch& launch) {
   static const int blocks = [] {
     int count = 0;
-    const bool known = cudaFuncSetAttribute(VerifyPartial<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    const bool known = cudaFuncSetAttribute(VerifyPartial<C, N>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             C::kSharedBytes) == cudaSuccess &&
-                       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, VerifyPartial<C>, C::kThreads,
+                       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, VerifyPartial<C, N>, C::kThreads,
                                                                      C::kSharedBytes) == cudaSuccess;
     return known ? count : 0;
   }();
@@ -66,6 +72,8 @@ class Layout {
     const int64_t above = classes_.count == 0 ? 1 : kSmallQueries + 1;
     if (most <= kMiddleQueries) {
       Add<Middle>(above, most);
+    } else if (args.sequences == 1 && most <= Large::kTileRows && args.split_keys == 0) {
+      Add<Large, Narrow>(above, most);
     } else {
       Add<Large>(above, kQueryLimit);
     }
@@ -109,7 +117,7 @@ class Layout {
   static constexpr int64_t kQueryLimit = int64_t{1} << 30;
 
   // The class of the sequences with min .. max query rows.
-  template <class C>
+  template <class C, class N = void>
   void Add(int64_t min, int64_t max) {
     const int64_t queries = args_.q.rows * args_.heads;
     const int64_t sequences = std::min({args_.sequences, args_.q.rows, queries / std::max(min, args_.heads)});
@@ -119,21 +127,23 @@ class Layout {
     to.min_queries = static_cast<int>(min);
     to.max_queries = static_cast<int>(max);
     to.tile_shift = C::kTileShift;
-    to.slots = Slots<C>(launch_);
+    to.narrow_below = std::is_void_v<N> ? 0 : kNarrowBelow;
+    to.slots = Slots<C, N>(launch_);
     to.own_length_only = args_.split_keys > 0;
     to.min_split_keys = C::kTileRows == kSmallQueries ? kSmallSplitKeys
                         : queries <= C::kTileRows     ? kSplitKeys
                                                       : kTilesSplitKeys;
     to.halves = C::kHalves;
     // No block too many where that is known: one that waits for a place holds up the reduce kernel's start.
-    int64_t items = sequences == 1 ? std::max<int64_t>(to.slots, tiles) : to.slots + tiles;
+    int64_t items = sequences == 1 ? std::max(int64_t{to.slots}, std::is_void_v<N> ? tiles : 2 * tiles)
+                                   : to.slots + tiles;
     if (to.own_length_only) {
       // A sequence is no longer than its table; a split not so short that there would be too many.
       const int64_t shortest = (args_.table_stride + kMaxSplits - 1) / kMaxSplits;
       to.min_split_keys = static_cast<int>(std::max(args_.split_keys, shortest));
       items = tiles * ((args_.table_stride + to.min_split_keys - 1) / to.min_split_keys);
     }
-    parts_[classes_.count++] = {tiles, items, C::kTileRows, RunPartial<C>};
+    parts_[classes_.count++] = {tiles, items, C::kTileRows, RunPartial<C, N>};
   }
 
   template <int kWarps, int kParts>

@@ -82,6 +82,10 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, int parity) {
 __device__ __forceinline__ void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Comes to it and does not wait.
+__device__ __forceinline__ void NamedArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // The same, returning whether any thread came with `value`.
 __device__ __forceinline__ bool NamedBarrierOr(int id, int threads, bool value) {

@@ -10,26 +10,12 @@ inline constexpr int kMaxSharedBytes = 101376;  // of a block on sm_120
 inline constexpr float kNoReference = -1e30f;   // below every finite score
 inline constexpr float kRescaleAbove = 8.0f;    // log2
 
-// How a value warp tells mbarriers that it has read what they guard: one lane, behind __syncwarp().
-// compute-sanitizer does not follow an order that goes through another lane and reports a race; for its
-// racecheck, build with KDT_EVERY_LANE_ARRIVES, which costs no time but registers that sm_120 does not have
-// to spare. Score warps arrive with every lane, for the same reason.
-#ifdef KDT_EVERY_LANE_ARRIVES
-inline constexpr int kArrivals = 32;
-#else
-inline constexpr int kArrivals = 1;
-#endif
-template <typename... Barriers>
-__device__ __forceinline__ void WarpArrive(int lane, Barriers... barriers) {
-  __syncwarp();
-  if (kArrivals == 32 || lane == 0) (BarrierArrive(barriers), ...);
-}
-
 // A group works on kMTiles * 16 query rows: two score warps (QK) and four value warps (softmax, PV, loading).
 // A block has kGroups of them, which share the key tiles. With kProbParts 2 the probabilities go into P x V
 // as the sum of two bf16 numbers, which makes them as good as float32 for twice the products; with 1 they are
 // rounded to bf16.
-template <int kMTiles_, int kGroups_, int kStages_, int kMinBlocks_, int kProbParts_>
+// kBarriersAt_: where another configuration has as many barriers, in whose kernel this one runs; 0: anywhere.
+template <int kMTiles_, int kGroups_, int kStages_, int kMinBlocks_, int kProbParts_, int kBarriersAt_ = 0>
 struct VerifyConfig {
   static constexpr int kMTiles = kMTiles_;
   static constexpr int kGroups = kGroups_;
@@ -63,19 +49,27 @@ struct VerifyConfig {
   static constexpr int kScoresAt = kQueryRopeAt + kTileRows * kRope * 2;
   static constexpr int kProbsAt = kScoresAt + kGroups * 2 * kScores;
   static constexpr int kFactorsAt = kProbsAt + kGroups * 2 * kProbs;
-  static constexpr int kFullAt = kFactorsAt + kGroups * 2 * kFactors;
-  static constexpr int kEmptyAt = kFullAt + kStages * 8;
-  static constexpr int kRopeEmptyAt = kEmptyAt + kStages * 8;
+  static constexpr int kBarriersAt = kFactorsAt + kGroups * 2 * kFactors;
+  static constexpr int kFullAt = kBarriersAt_ == 0 ? kBarriersAt : kBarriersAt_;
+  static_assert(kFullAt >= kBarriersAt);
+  static constexpr int kRopeEmptyAt = kFullAt + kStages * 8;
   static constexpr int kScoresFullAt = kRopeEmptyAt + kRopeStages * 8;
-  static constexpr int kScoresEmptyAt = kScoresFullAt + kGroups * 2 * 8;
-  static constexpr int kItemAt = kScoresEmptyAt + kGroups * 2 * 8;
+  static constexpr int kItemAt = kScoresFullAt + kGroups * 2 * 8;
   static constexpr int kSharedBytes = kItemAt + 48;
   static_assert(kSharedBytes <= kMaxSharedBytes);
-  // Each score warp brings its queries in through a private piece of the ring's last stage, which is loaded
-  // last.
+  // Named barriers: one a group for P, one of the score warps, two a group for scores that have been read,
+  // and one a stage for tiles that the group that does not load there has read. Named barriers, because
+  // compute-sanitizer's racecheck takes an arrival at an mbarrier for what its own thread did before, not for
+  // what the other lanes did before a __syncwarp, and arrivals of every lane cost time or registers here.
+  static constexpr int kProbsBarrier = 1, kQueryBarrier = kProbsBarrier + kGroups,
+                       kScoresBarrier = kQueryBarrier + 1, kTileBarrier = kScoresBarrier + 2 * kGroups;
+  static_assert(kTileBarrier + kStages <= 16);
+  // Each score warp brings its queries in through private pieces of the ring's last stage, which is loaded
+  // last, as many of their four parts at a time as fit.
   static constexpr int kStagingAt = kLatentAt + (kStages - 1) * kLatentStage;
   static constexpr int kStagingPiece = kGroupRows * 128;
-  static_assert(kScoreWarps * kStagingPiece <= kLatentStage);
+  static constexpr int kStagingParts = kLatentStage / (kScoreWarps * kStagingPiece);
+  static_assert(kStagingParts == 1 || kStagingParts == 2 || kStagingParts == 4);
 };
 
 }  // namespace kdt::cuda

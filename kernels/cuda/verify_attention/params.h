@@ -16,6 +16,8 @@ inline constexpr int kTileKeys = 16;  // keys a round of the pipeline
 struct VerifyClass {
   int min_queries, max_queries;  // the sequences that bring as many, both included
   int tile_shift;                // log2 of the query rows of a tile
+  // A sequence of fewer keys than this has tiles of half the rows. A lone sequence only, else 0.
+  int narrow_below;
   // How the work is cut: `slots` blocks run at once; a split has at least min_split_keys keys (the last may
   // have fewer).
   int slots;

@@ -15,6 +15,8 @@
 // round.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/verify_attention/score_warp.cuh"
 #include "kernels/cuda/verify_attention/value_warp.cuh"
 
@@ -37,7 +39,8 @@ inline constexpr int kFewRounds = 16;
 // Launched as a programmatic dependent. Before it waits for the kernel in front of it, it reads only what no
 // kernel of the step writes: lengths, tables, and keys of committed rows. So the plan, the slots and the
 // first tiles are in while the queries are still being made.
-template <class C>
+// N: the configuration for narrow tiles where a sequence may get those (VerifyClass.narrow_below), else void.
+template <class C, class N = void>
 __global__ void __launch_bounds__(C::kThreads, kBlocksOf<C>)
     VerifyPartial(const __grid_constant__ VerifyParams p, const __grid_constant__ VerifyClass of) {
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -52,11 +55,9 @@ __global__ void __launch_bounds__(C::kThreads, kBlocksOf<C>)
     constexpr int kBarriers = (C::kItemAt - C::kFullAt) / 8;
     for (int i = 0; i < kBarriers; ++i) {
       const int at = C::kFullAt + 8 * i;
-      BarrierInit(base + at, at < C::kEmptyAt         ? 128  // the loading group's threads
-                             : at < C::kRopeEmptyAt   ? C::kValueWarps * kArrivals
-                             : at < C::kScoresFullAt  ? C::kScoreWarps * 32
-                             : at < C::kScoresEmptyAt ? 2 * 32           // score warps of a group
-                                                      : 4 * kArrivals);  // value warps of a group
+      BarrierInit(base + at, at < C::kRopeEmptyAt    ? 128  // the loading group's threads
+                             : at < C::kScoresFullAt ? C::kScoreWarps * 32
+                                                     : 2 * 32);  // score warps of a group
     }
   }
   __syncthreads();
@@ -67,6 +68,18 @@ __global__ void __launch_bounds__(C::kThreads, kBlocksOf<C>)
   }
   // Short of keys the launch leaves room: the reduce kernel and what follows may settle down beside it.
   if (C::kGroups == 1 || KeyTiles(it.end - it.begin) <= kFewRounds) LaunchDependents();
+  if constexpr (!std::is_void_v<N>) {
+    static_assert(N::kFullAt == C::kFullAt && N::kItemAt == C::kItemAt && N::kScoreWarps == C::kScoreWarps &&
+                  N::kValueWarps == C::kValueWarps);
+    if (it.narrow) {
+      if (warp < N::kScoreWarps) {
+        ScoreWarp<N>(p, it, base, warp);
+      } else {
+        ValueWarp<N>(p, of, it, base, warp - N::kScoreWarps);
+      }
+      return;
+    }
+  }
   if (warp < C::kScoreWarps) {
     ScoreWarp<C>(p, it, base, warp);
   } else {

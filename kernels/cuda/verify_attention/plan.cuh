@@ -19,6 +19,7 @@ struct Item {
   int sequence;     // -1: no such item
   int first_item;   // the sequence's first item
   int tile, tiles;  // query tile within the sequence
+  bool narrow;      // tiles have half of the class's rows
   int splits;
   int row0, rows;  // the sequence's rows
   int context;
@@ -57,6 +58,9 @@ class Planner {
   // Query tiles of all sequences of the class.
   __device__ int tiles() const { return all_tiles_; }
 
+  // Whether the tiles of a lone sequence have half of the class's rows.
+  __device__ bool narrow() const { return __shfl_sync(~0u, narrow_, 0) != 0; }
+
   // The item (by_tile false) or the query tile counted over all sequences (by_tile true) with this index.
   __device__ Item Find(int index, bool by_tile) {
     const int lane = threadIdx.x & 31;
@@ -86,6 +90,7 @@ class Planner {
         it.first_item = __shfl_sync(~0u, items_before + item_end - items, src);
         it.tiles = __shfl_sync(~0u, tiles_, src);
         it.splits = __shfl_sync(~0u, splits, src);
+        it.narrow = __shfl_sync(~0u, narrow_, src) != 0;
         it.row0 = __shfl_sync(~0u, row0_, src);
         it.rows = __shfl_sync(~0u, rows_, src);
         const int length = __shfl_sync(~0u, length_, src);
@@ -120,7 +125,9 @@ class Planner {
     const int queries = rows_ * p_.heads;
     const bool mine = queries >= class_.min_queries && queries <= class_.max_queries;
     length_ = mine ? context + rows_ : 0;
-    tiles_ = mine ? (queries + (1 << class_.tile_shift) - 1) >> class_.tile_shift : 0;
+    narrow_ = length_ < class_.narrow_below;
+    const int shift = class_.tile_shift - narrow_;
+    tiles_ = mine ? (queries + (1 << shift) - 1) >> shift : 0;
   }
 
   __device__ int Splits() const {
@@ -135,7 +142,7 @@ class Planner {
   const VerifyClass& class_;
   unsigned weight_ = 0;  // sum of tiles * length
   int all_tiles_ = 0;
-  int tiles_, length_, rows_, row0_;
+  int tiles_, length_, rows_, row0_, narrow_;
 };
 
 }  // namespace kdt::cuda

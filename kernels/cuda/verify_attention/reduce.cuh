@@ -12,7 +12,14 @@
 namespace kdt::cuda {
 
 inline constexpr int kMaxSplits = 512;
-inline constexpr int kAtOnce = 9;  // splits a warp has in flight: a chip's worth of them over 16 warps
+// Splits a lane has in flight at most: a chip's worth of them over the warps and their parts.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+template <int kParts>
+inline constexpr int kAtOnce = kParts == 1 ? 9 : 6;
+#else
+template <int kParts>
+inline constexpr int kAtOnce = 9;
+#endif
 
 // How a block merges: kWarps warps share a piece's splits; a piece is 8 / kParts rows x 32 columns, so that
 // few rows occupy many multiprocessors, and a warp takes kParts splits at a time.
@@ -98,35 +105,38 @@ struct MergedSplits {
 // warps: all loads of a warp are independent, and the block meets once.
 template <class S, bool kHalves>
 __device__ void MergePiece(const VerifyParams& p, const VerifyClass& from, const Item& it, int piece,
-                           ReduceShared<S>& shared) {
+                           ReduceShared<S>& shared, bool& waited) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int l = lane % S::kLanes;
   // piece / kParts = ((group * 4 + w) * owners + d) * 4 + n4, as the partial kernel stores; groups are of 32
   // rows at most.
   const int g = piece % S::kParts * (8 / S::kParts) + (l >> 2), t = l & 3;
   piece /= S::kParts;
-  const int owners_shift = min(2, from.tile_shift - 3);
+  const int tile_shift = from.tile_shift - it.narrow;
+  const int owners_shift = it.narrow ? 1 : min(2, tile_shift - 3);
   const int n4 = piece & 3;
   const int d = (piece >> 2) & ((1 << owners_shift) - 1);
   const int w = (piece >> 2 >> owners_shift) & 3;
   const int group = piece >> 4 >> owners_shift;
   const int tile_row = (((group << owners_shift) + d) << 3) + g;
-  const int flat = (it.tile << from.tile_shift) + tile_row;
+  const int flat = (it.tile << tile_shift) + tile_row;
   if (flat - (l >> 2) >= it.rows * p.heads) return;  // rows of padding, for all lanes
 
   const int64_t item0 = it.first_item + it.tile;
-  const int ml_shift = from.tile_shift + (kHalves ? 2 : 0);
+  const int ml_shift = tile_shift + (kHalves ? 2 : 0);
   const float2* const ml_from =
-      from.partial_ml + (item0 << ml_shift) + (kHalves ? w << from.tile_shift : 0) + tile_row;
-  const int64_t first_value = (item0 << (from.tile_shift + 6)) + piece * 32 + g * 4 + t;
-  const int64_t step = static_cast<int64_t>(it.tiles) << (from.tile_shift + 6);
+      from.partial_ml + (item0 << ml_shift) + (kHalves ? w << tile_shift : 0) + tile_row;
+  const int64_t first_value = (item0 << (tile_shift + 6)) + piece * 32 + g * 4 + t;
+  const int64_t step = static_cast<int64_t>(it.tiles) << (tile_shift + 6);
   const int64_t ml_step = static_cast<int64_t>(it.tiles) << ml_shift;
+  if (!waited) WaitForPrevious();  // with all addresses known
+  waited = true;
   MergedSplits<kHalves> merged;
   constexpr int kStride = S::kWarps * S::kParts;
 #pragma unroll 1
-  for (int s = warp * S::kParts + lane / S::kLanes; s < it.splits; s += kAtOnce * kStride)
-    merged.template Add<kAtOnce, kStride>(ml_from, ml_step, from.partial + first_value,
-                                          from.partial_low + first_value, step, s, it.splits);
+  for (int s = warp * S::kParts + lane / S::kLanes; s < it.splits; s += kAtOnce<S::kParts> * kStride)
+    merged.template Add<kAtOnce<S::kParts>, kStride>(ml_from, ml_step, from.partial + first_value,
+                                                     from.partial_low + first_value, step, s, it.splits);
   __syncwarp();
 #pragma unroll
   for (int other = S::kLanes; other < 32; other *= 2) merged.AddLane(other);
@@ -172,19 +182,17 @@ __global__ void __launch_bounds__(32 * S::kWarps)
   for (int i = 0; i < classes.count; ++i) {
     const VerifyClass& from = classes.of[i];
     Planner planner(p, from);
-    const int tile_pieces = S::kParts * 2 << from.tile_shift;
+    const int tile_pieces = S::kParts * 2 << (from.tile_shift - planner.narrow());
     const int pieces = planner.tiles() * tile_pieces;
     for (; index < pieces; index += gridDim.x) {
       const Item it = planner.Find(index / tile_pieces, true);
       if (it.splits == 1) continue;
-      if (!waited) WaitForPrevious();
-      waited = true;
       __syncthreads();  // the piece before has been written
       const int piece = index & (tile_pieces - 1);
       if (from.halves) {
-        MergePiece<S, true>(p, from, it, piece, shared);
+        MergePiece<S, true>(p, from, it, piece, shared, waited);
       } else {
-        MergePiece<S, false>(p, from, it, piece, shared);
+        MergePiece<S, false>(p, from, it, piece, shared, waited);
       }
     }
     index -= pieces;

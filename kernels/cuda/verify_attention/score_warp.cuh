@@ -21,7 +21,7 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
   {
     const int first_flat = it.tile * C::kTileRows + group * C::kGroupRows;
     const int flat_rows = it.rows * p.heads;
-    const uint32_t staging = base + C::kStagingAt + warp * C::kStagingPiece;
+    const uint32_t staging = base + C::kStagingAt + warp * C::kStagingParts * C::kStagingPiece;
     constexpr int kLoads = kMTiles * 4;  // a lane's 16-byte loads for 64 columns
     uint4 in[4][kLoads];
     int src[kLoads];  // elements from p.q, negative: no such row
@@ -63,21 +63,26 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
 #pragma unroll
     for (int part = 0; part < 4; ++part) fetch(half * 256 + part * 64, in[part]);
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      put(staging, in[part]);
+    for (int first = 0; first < 4; first += C::kStagingParts) {
+      if (first > 0) __syncwarp();
+#pragma unroll
+      for (int i = 0; i < C::kStagingParts; ++i) put(staging + i * C::kStagingPiece, in[first + i]);
       __syncwarp();
 #pragma unroll
-      for (int m = 0; m < kMTiles; ++m) {
+      for (int i = 0; i < C::kStagingParts; ++i) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int row = 16 * m + (lane & 15);
-          LoadMatrix4(q[m][part * 4 + k], staging + row * 128 + (((2 * k + (lane >> 4)) ^ (row & 7)) << 4));
+        for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int row = 16 * m + (lane & 15);
+            LoadMatrix4(q[m][(first + i) * 4 + k], staging + i * C::kStagingPiece + row * 128 +
+                                                       (((2 * k + (lane >> 4)) ^ (row & 7)) << 4));
+          }
         }
       }
-      __syncwarp();
     }
     CopyAsyncWait();
-    NamedBarrier(1 + C::kGroups, 32 * C::kScoreWarps);  // the rope part is shared
+    NamedBarrier(C::kQueryBarrier, 32 * C::kScoreWarps);  // the rope part is shared
   }
 
   const uint32_t latent_lane = Pinned(base + C::kLatentAt + ((lane & 7) + ((lane >> 4) << 3)) * 1024 +
@@ -87,8 +92,7 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
   const uint32_t query_lane = base + C::kQueryRopeAt + (group * C::kGroupRows + (lane & 15)) * 128 +
                               (((4 * half + (lane >> 4)) ^ (lane & 7)) << 4);
   const uint32_t score_base = base + C::kScoresAt + group * 2 * C::kScores + half * C::kScoreHalf;
-  const uint32_t scores_full = base + C::kScoresFullAt + group * 16,
-                 scores_empty = base + C::kScoresEmptyAt + group * 16;
+  const uint32_t scores_full = base + C::kScoresFullAt + group * 16;
 
   // A lone row tile has sums of its own for odd steps: chains of products half as long.
   constexpr bool kTwoChains = kMTiles == 1;
@@ -136,7 +140,7 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
     }
     const int buffer = round & 1;
     const uint32_t score_lane = score_base + LaneIndex() * 16;  // anew: there is no register to keep it
-    if (round >= 2) BarrierWait(scores_empty + 8 * buffer, (round / 2 - 1) & 1);
+    if (round >= 2) NamedBarrier(C::kScoresBarrier + 2 * group + buffer, 6 * 32);
       // 8 rows of scores for each owner, in the order its lanes want them.
 #pragma unroll
     for (int d = 0; d < C::kOwners; ++d) {

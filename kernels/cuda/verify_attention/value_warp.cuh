@@ -69,9 +69,12 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
   const int dense_rounds =
       max(0, min(it.context, it.end) - it.begin) / kTileKeys;  // rounds that need no mask
   const int first_flat = it.tile * C::kTileRows + group * C::kGroupRows;
-  const uint32_t full = base + C::kFullAt, empty = base + C::kEmptyAt;
-  const uint32_t scores_full = base + C::kScoresFullAt + group * 16,
-                 scores_empty = base + C::kScoresEmptyAt + group * 16;
+  const uint32_t full = base + C::kFullAt;
+  const uint32_t scores_full = base + C::kScoresFullAt + group * 16;
+  // Scores of a round have been read; score warps want to know if they have two more rounds.
+  const auto release_scores = [&](int round) {
+    if (round + 2 < rounds) NamedArrive(C::kScoresBarrier + 2 * group + (round & 1), 6 * 32);
+  };
 
   // Loading. Eight lanes a row; a register holds the slots of the rows this warp loads in its next eight
   // turns. Keys past the end repeat the last one (their scores are masked, and what they would add must be
@@ -226,12 +229,13 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
     const float4 low = load_scores(0, 0);
     float x[4] = {low.x, low.y, low.z, low.w};
     mask_scores(x, load_scores(0, 1), bits);
-    WarpArrive(lane, scores_empty);
+    release_scores(0);
     float top = row_top(x);
     move_reference(fmaxf(top, __shfl_xor_sync(~0u, top, 2)));
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = Exp2(x[i] - reference);
     store_probabilities(0, x);
+    moved = false;  // outputs are zero
   }
   // A round's products with the next one's softmax between them. The assembler keeps the order of shared
   // loads across __syncwarp only; without it all of the softmax may end up before the products. In the large
@@ -240,12 +244,12 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
   constexpr bool kLarge = C::kProbParts == 1;
   const auto step = [&](int round, auto masked) {
     const int parity = round & 1, next = round + 1;
-    const bool any_moved = NamedBarrierOr(1 + group, 128, moved);
+    const bool any_moved = NamedBarrierOr(C::kProbsBarrier + group, 128, moved);
     const int fetch = round + C::kStages - 1;
     if (fetch < rounds && fetch % C::kGroups == group) {
-      // The first load into the last stage also replaces the queries' staging: they are in once a rope part
-      // is released.
-      if (fetch >= C::kStages) BarrierWait(empty + 8 * (fetch % C::kStages), (fetch / C::kStages - 1) & 1);
+      // This group has read the tile that goes: the barrier above says so. The first load into the last stage
+      // also replaces the queries' staging: they are in once a rope part is released.
+      if (C::kGroups == 2 && fetch >= C::kStages) NamedBarrier(C::kTileBarrier + fetch % C::kStages, 256);
       BarrierWait(base + C::kRopeEmptyAt + 8 * (fetch % C::kRopeStages), (fetch / C::kRopeStages - 1) & 1);
       load(fetch);
     }
@@ -270,6 +274,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
           top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
           break;
         case 4:
+          release_scores(next);
           move_reference(top);
 #pragma unroll
           for (int i = 0; i < 4; ++i) x[i] = Exp2(x[i] - reference);
@@ -281,7 +286,8 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
           break;
       }
     });
-    WarpArrive(lane, scores_empty + 8 * (next & 1), empty + 8 * (round % C::kStages));
+    if (C::kGroups == 2 && round % 2 != group && round + C::kStages < rounds)
+      NamedArrive(C::kTileBarrier + round % C::kStages, 256);
   };
   int round = 0;
   // The middle configuration has no registers left for two loops.
@@ -292,7 +298,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
 #pragma unroll 1
   for (; round + (kLarge ? 0 : 1) < rounds; ++round) step(round, std::true_type{});
   if constexpr (!kLarge) {
-    if (NamedBarrierOr(1 + group, 128, moved)) rescale_outputs((rounds - 1) & 1);
+    if (NamedBarrierOr(C::kProbsBarrier + group, 128, moved)) rescale_outputs((rounds - 1) & 1);
     values(rounds - 1, (rounds - 1) & 1, [](int) {});
   }
 
@@ -304,14 +310,14 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
   const uint32_t row_results = base + C::kScoresAt + group * 2 * C::kScores + ((rounds - 1) & 1) * C::kScores;
   if (C::kHalves && it.splits > 1) {
     if (t == 0) StoreShared2(row_results + w * 512 + g * 8, reference, sum);
-    NamedBarrier(1 + group, 128);
+    NamedBarrier(C::kProbsBarrier + group, 128);
   }
   if (it.splits == 1) {
     const uint32_t inverses = base + C::kFactorsAt + group * 2 * C::kFactors;
-    NamedBarrier(1 + group, 128);  // all warps have read the last factors
+    NamedBarrier(C::kProbsBarrier + group, 128);  // all warps have read the last factors
     if (w < C::kOwners && t == 0)
       StoreShared(inverses + (8 * w + g) * 4, sum > 0.0f || sum != sum ? 1.0f / sum : 0.0f);
-    NamedBarrier(1 + group, 128);
+    NamedBarrier(C::kProbsBarrier + group, 128);
 #pragma unroll
     for (int d = 0; d < C::kOwners; ++d) {
       const int flat = first_flat + 8 * d + g;
