@@ -111,7 +111,8 @@ template <int kHalves, int kEach, int kDepth, int kHeld, int kAhead>
 cudaError_t Whole(const Launch& launch, const StreamParams& p) {
   using S = WholeShape<kHalves, kEach, kDepth, kHeld, kAhead>;
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
-  return LaunchAfter(launch, WholeKernel<S>, dim3(tiles), dim3(S::kThreads), S::kShared, p);
+  return LaunchAfter(launch, WholeKernel<S, XOfPrevious>, dim3(tiles), dim3(S::kThreads), S::kShared, p,
+                     XOfPrevious{});
 }
 cudaError_t WholeFor(const Launch& launch, const StreamParams& p) {
   return p.splits == 8 ? Whole<1, 2, 3, 1, 4>(launch, p) : Whole<2, 1, 3, 2, 7>(launch, p);
@@ -167,8 +168,7 @@ StreamPart Part(const bf16* w, int64_t outs, int64_t w_stride, const kernels::Te
   return part;
 }
 
-template <typename Others>
-cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const Others& others) {
+StreamParams Params(const Launch& launch, const SkinnyGemm& gemm) {
   StreamParams p{};
   p.x = Data<bf16>(gemm.x);
   p.x_stride = gemm.x.stride;
@@ -182,22 +182,34 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const Others& o
   p.part[0] = Part(gemm.w, gemm.outs, gemm.w_stride, gemm.y, gemm.y_head);
   p.part[1] = Part(Data<bf16>(gemm.beside), gemm.beside.rows, gemm.beside.stride, gemm.beside_y, 0);
   p.part[1].gated = gemm.beside_gated;
-  const int64_t outs = (gemm.outs + 3) / 4 * 4 + (gemm.beside.rows + 3) / 4 * 4;
-  const int heads = static_cast<int>(gemm.heads);
-  const int tiles = heads * (Blocks(gemm.outs, kTileOuts) + Blocks(gemm.beside.rows, kTileOuts));
+  const int tiles =
+      static_cast<int>(gemm.heads) * (Blocks(gemm.outs, kTileOuts) + Blocks(gemm.beside.rows, kTileOuts));
   p.splits = Splits(tiles, (p.chunks + 7) / 8, Slots(launch.processors));
   p.partial = static_cast<float*>(launch.workspace);
   p.counters = launch.counters;
+  return p;
+}
+
+bool IsWhole(const SkinnyGemm& gemm, const StreamParams& p) {
+  return p.rows <= kWholeRows && (p.splits == 4 || p.splits == 8) && gemm.heads == 1 && !gemm.gated;
+}
+
+template <typename Others>
+cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const Others& others) {
+  const StreamParams p = Params(launch, gemm);
+  const int heads = static_cast<int>(gemm.heads);
+  const int64_t outs = (gemm.outs + 3) / 4 * 4 + (gemm.beside.rows + 3) / 4 * 4;
   if (p.splits > 1 &&
       static_cast<size_t>(p.splits * gemm.heads * p.rows * outs) * sizeof(float) > launch.workspace_bytes) {
     return cudaErrorInvalidValue;
   }
   if constexpr (std::is_same_v<Others, NoOthers>) {
-    if (p.rows <= kWholeRows && (p.splits == 4 || p.splits == 8) && heads == 1 && !gemm.gated)
-      return WholeFor(launch, p);
+    if (IsWhole(gemm, p)) return WholeFor(launch, p);
     if (p.rows <= kHeldRows && p.splits == 1 && !gemm.gated && gemm.beside.rows == 0 &&
-        inputs <= HeldMost::kInputs)
-      return inputs <= HeldFew::kInputs ? Held<HeldFew>(launch, p, heads) : Held<HeldMost>(launch, p, heads);
+        p.chunks * 8 <= HeldMost::kInputs) {
+      return p.chunks * 8 <= HeldFew::kInputs ? Held<HeldFew>(launch, p, heads)
+                                              : Held<HeldMost>(launch, p, heads);
+    }
     if (gemm.gated) {
       if (p.rows <= 8) return ForRows<1, true>(launch, p, heads, others);
       return p.rows <= kGatedRows ? ForRows<2, true>(launch, p, heads, others) : cudaErrorInvalidValue;
@@ -319,6 +331,12 @@ bool Fits(const SkinnyGemm& gemm) {
          gemm.beside.stride % 8 == 0 && Aligned16(gemm.beside.data) &&
          (!gemm.beside_gated || (gemm.beside.rows % 16 == 0 && gemm.beside_y.dtype == kernels::DType::kBF16 &&
                                  gemm.beside_y.stride % 4 == 0 && Aligned16(gemm.beside_y.data)));
+}
+
+bool TakesWhole(const Launch& launch, const SkinnyGemm& gemm, StreamParams* params) {
+  if (!Fits(gemm)) return false;
+  *params = Params(launch, gemm);
+  return IsWhole(gemm, *params);
 }
 
 cudaError_t RunSkinny(const Launch& launch, const SkinnyGemm& gemm) {

@@ -5,12 +5,18 @@
 // inputs does there for share s of the inputs, and the warps' sums are added in the same order. With eight
 // shares a warp does two of these in step. W comes through rings of pieces as there; what is not in the ring
 // yet is asked for into L2 before the block waits. x goes straight into registers, kAhead pieces ahead: each
-// piece of it is read by one warp of a block only.
+// piece of it is read by one warp of a block only. Where x is made within the kernel (XOfPrevious says how
+// that fits in) all of W is in the ring and in registers by then.
 #pragma once
 
 #include "kernels/cuda/gemm/stream.cuh"
 
 namespace kdt::cuda {
+
+struct SkinnyGemm;
+struct Launch;
+// Whether this kernel is the one for a product; then with these parameters.
+bool TakesWhole(const Launch& launch, const SkinnyGemm& gemm, StreamParams* params);
 
 inline constexpr int kWholeWarps = 16, kWholeRows = 8;
 
@@ -27,10 +33,30 @@ struct WholeShape {
   static_assert(kShared <= 101376 - 256);
 };
 
-template <typename S>
-__global__ void __launch_bounds__(S::kThreads, 1) WholeKernel(const __grid_constant__ StreamParams p) {
+// Where x comes from: what a block does when it has asked for the ring's pieces of W (Reader's constructor)
+// and for all that fits on the chip (Begin, which waits), and how it reads. Here: what the kernel in front
+// wrote.
+struct XOfPrevious {
+  struct Reader {
+    __device__ __forceinline__ explicit Reader(const XOfPrevious&) {}
+    __device__ __forceinline__ void Begin() { WaitForPrevious(); }
+    // Chunk t of four from chunk 4 `four` of a row on.
+    __device__ __forceinline__ uint4 Load(const StreamParams& p, int row, int four, int t) const {
+      return __ldcg(reinterpret_cast<const uint4*>(p.x + row * p.x_stride) + 4 * four + t);
+    }
+  };
+  static constexpr bool kMayBeLate = false;
+};
+// With kMayBeLate what Load gives need not be there yet: it is loaded again until a warp's lanes all find
+// that it IsThere, or until GivenUp.
+
+template <typename S, typename X>
+__global__ void __launch_bounds__(S::kThreads, 1)
+    WholeKernel(const __grid_constant__ StreamParams p, const __grid_constant__ X from) {
   constexpr int kDepth = S::kDepth, kHeld = S::kHeld, kAhead = S::kAhead, kEach = S::kEach,
                 kHalves = S::kHalves, kOuts = S::kOuts, kOnChip = kDepth + kHeld;
+  constexpr bool kStream = !X::kMayBeLate;  // more of W than kOnChip pieces
+  constexpr bool kFolds = !kStream && kEach == 1 && kOnChip <= 2 * kAhead;
   extern __shared__ uint4 shared[];
   LaunchDependents();
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
@@ -79,6 +105,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) WholeKernel(const __grid_const
     if (d < steps) fetch(d, d);
     CopyAsyncCommit();
   }
+  typename X::Reader source(from);
   // Pieces kDepth, ..., kDepth + kHeld - 1 go into registers.
   uint4 held[kHeld][kEach][2][kHalves];
 #pragma unroll
@@ -95,7 +122,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) WholeKernel(const __grid_const
       }
     }
   }
-  if (lane < kOuts) {
+  if (kStream && lane < kOuts) {
     const bf16* const from = w + row_at(lane);
 #pragma unroll 1
     for (int step = kOnChip; step < steps; ++step) {
@@ -105,23 +132,59 @@ __global__ void __launch_bounds__(S::kThreads, 1) WholeKernel(const __grid_const
       }
     }
   }
-  WaitForPrevious();
+  source.Begin();
 
-  const bf16* const x = p.x + min(g, p.rows - 1) * p.x_stride + 8 * t;
-  uint4 in[kAhead][kEach][2];
+  // Up to four rows where all steps are on the chip: lanes of rows 4 to 7, of whose products nobody wants to
+  // know, load what those of rows 0 to 3 need kAhead steps later, so that all of x is on its way at once.
+  // When the accumulators have come that far they move over to these lanes' columns.
+  const bool folds = kFolds && p.rows <= kWholeRows / 2;
+  const int in_row = folds ? g % 4 : g, later = folds && g >= 4 ? kAhead : 0;
+  int x_first[kEach], x_count[kEach];
+#pragma unroll
+  for (int e = 0; e < kEach; ++e)
+    x_first[e] = first[e] + 4 * later, x_count[e] = in_row < p.rows ? count[e] - later : 0;
+  uint4 in[kAhead][kEach][2] = {};
   const auto load = [&](uint4(&to)[kEach][2], int step) {
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
-      if (step >= count[e]) continue;
-      const int piece = first[e] + 4 * step;
-      to[e][0] = __ldcg(reinterpret_cast<const uint4*>(x + piece * 64));
+      if (step >= x_count[e]) continue;
+      const int four = 2 * x_first[e] + 8 * step;
+      to[e][0] = source.Load(p, in_row, four, t);
       // A last piece of 32 inputs: what W has there is multiplied with zeros.
-      to[e][1] = piece * 8 + 4 < p.chunks ? __ldcg(reinterpret_cast<const uint4*>(x + piece * 64 + 32))
-                                          : make_uint4(0, 0, 0, 0);
+      to[e][1] =
+          kStream && 4 * four + 4 >= p.chunks ? make_uint4(0, 0, 0, 0) : source.Load(p, in_row, four + 1, t);
     }
   };
+  [[maybe_unused]] const auto is_there = [&](const uint4(&of)[kEach][2], int step) {
+    bool there = true;
+    if constexpr (X::kMayBeLate) {
 #pragma unroll
-  for (int a = 0; a < kAhead; ++a) load(in[a], a);
+      for (int e = 0; e < kEach; ++e) {
+        if (step < x_count[e]) there = there && source.IsThere(of[e][0]) && source.IsThere(of[e][1]);
+      }
+    }
+    return there;
+  };
+  const auto settle = [&](uint4(&of)[kEach][2], int step) {
+    if constexpr (X::kMayBeLate) {
+      for (int looks = 0; __any_sync(~0u, !is_there(of, step)) && !source.GivenUp(looks); ++looks)
+        load(of, step);
+    }
+  };
+  const auto load_first = [&] {
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) load(in[a], a);
+  };
+  load_first();
+  if constexpr (X::kMayBeLate) {
+    const auto are_there = [&] {
+      bool there = true;
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) there = there && is_there(in[a], a);
+      return there;
+    };
+    for (int looks = 0; __any_sync(~0u, !are_there()) && !source.GivenUp(looks); ++looks) load_first();
+  }
   float acc[kEach][4] = {};
   const auto multiply = [&](int e, const uint4& low, const uint4& high, const uint4& in_half) {
     const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
@@ -134,6 +197,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) WholeKernel(const __grid_const
   const auto from_ring = [&](int step, int slot, uint4(&to)[kEach][2], int next) {
     CopyAsyncWaitGroups<kDepth - 1>();
     __syncwarp();
+    if (step >= kAhead && !folds) settle(to, step);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -143,18 +207,23 @@ __global__ void __launch_bounds__(S::kThreads, 1) WholeKernel(const __grid_const
         multiply(e, LoadShared4U(from), kHalves == 2 ? LoadShared4U(from + 1024) : none, to[e][half]);
       }
     }
-    load(to, step + kAhead);
+    if (!folds) load(to, step + kAhead);
     __syncwarp();
-    if (next < steps) fetch(next, slot);
+    if (kStream && next < steps) fetch(next, slot);
     CopyAsyncCommit();
   };
 #pragma unroll
   for (int step = 0; step < kOnChip; ++step) {
     if (step >= steps) break;
+    if (kFolds && folds && step == kAhead) {
+#pragma unroll
+      for (float& sum : acc[0]) sum = __shfl_xor_sync(~0u, sum, 2);
+    }
     if (step < kDepth) {
       from_ring(step, step, in[step % kAhead], step + kOnChip);
       continue;
     }
+    if (step >= kAhead && !folds) settle(in[step % kAhead], step);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -164,11 +233,11 @@ __global__ void __launch_bounds__(S::kThreads, 1) WholeKernel(const __grid_const
         multiply(e, w_half[0], kHalves == 2 ? w_half[kHalves - 1] : none, in[step % kAhead][e][half]);
       }
     }
-    load(in[step % kAhead], step + kAhead);
+    if (!folds) load(in[step % kAhead], step + kAhead);
   }
   int slot = 0;
 #pragma unroll 1
-  for (int base = kOnChip; base < steps; base += kAhead) {
+  for (int base = kOnChip; kStream && base < steps; base += kAhead) {
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       if (base + a >= steps) break;
@@ -178,13 +247,16 @@ __global__ void __launch_bounds__(S::kThreads, 1) WholeKernel(const __grid_const
   }
 
   float* const sums = reinterpret_cast<float*>(shared);
+  const int last_lane = kStream ? lane : static_cast<int>(LaneIndex());  // where it is not worth a register
+  const int out_of_lane = last_lane >> 2, pair_of_lane = last_lane & 3;
+  const int first_row = 2 * (kFolds && folds && steps > kAhead ? pair_of_lane ^ 2 : pair_of_lane);
   __syncthreads();
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
 #pragma unroll
     for (int c = 0; c < 2 * kHalves; ++c)
-      sums[((warp + kWholeWarps * e) * kWholeRows + 2 * t + (c & 1)) * S::kPitch + 8 * (c >> 1) + g] =
-          acc[e][c];
+      sums[((warp + kWholeWarps * e) * kWholeRows + first_row + (c & 1)) * S::kPitch + 8 * (c >> 1) +
+           out_of_lane] = acc[e][c];
   }
   __syncthreads();
   if (threadIdx.x >= kWholeRows * kOuts) return;

@@ -27,6 +27,11 @@ absl::Status State(cudaError_t error, const char* what) {
   return absl::InternalError(absl::StrCat("stand-in: ", what, ": ", cudaGetErrorString(error)));
 }
 
+int CurrentDevice() {
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess ? device : 0;
+}
+
 class LocalStandIn final : public StandIn {
  public:
   LocalStandIn(kernels::Backend* backend, int rank, int size) : backend_(backend) {
@@ -50,6 +55,14 @@ class LocalStandIn final : public StandIn {
     KDT_RETURN_IF_ERROR(backend_->Upload(blocks_[peers_.rank].data(), flags.data(), cuda::kIpcFlagBytes));
     KDT_ASSIGN_OR_RETURN(local_, Buffer::Make(*backend_, sizeof(cuda::IpcLocal)));
     peers_.local = local_.as<cuda::IpcLocal>();
+    constexpr size_t kMails = 2 * sizeof(cuda::IpcMail);
+    KDT_ASSIGN_OR_RETURN(mails_, Buffer::Make(*backend_, kMails));
+    const std::vector<char> empty(kMails, static_cast<char>(0xff));
+    KDT_RETURN_IF_ERROR(backend_->Upload(mails_.data(), empty.data(), kMails));
+    peers_.mails = mails_.as<cuda::IpcMail>();
+    KDT_RETURN_IF_ERROR(
+        State(cudaDeviceGetAttribute(&peers_.processors, cudaDevAttrMultiProcessorCount, CurrentDevice()),
+              "device"));
     KDT_ASSIGN_OR_RETURN(host_, backend_->AllocateHost(sizeof(cuda::IpcHost)));
     peers_.host = static_cast<cuda::IpcHost*>(host_);
     return backend_->Synchronize();
@@ -76,6 +89,11 @@ class LocalStandIn final : public StandIn {
     }
     return State(cuda::IpcReduceNorm(peers_, norm, stream()), "reduce and norm");
   }
+  absl::Status AllReduceNormGemm(kernels::Backend& backend, const kernels::RmsNormArgs& norm,
+                                 const kernels::GemmArgs& gemm) override {
+    if (!cuda::IpcTakesGemm(peers_, norm, gemm)) return Collective::AllReduceNormGemm(backend, norm, gemm);
+    return State(cuda::IpcReduceNormGemm(peers_, norm, gemm, stream()), "reduce, norm and gemm");
+  }
   absl::Status AllGather(const void* in, size_t bytes, void* out) override {
     if (bytes > kBufferBytes) return absl::InvalidArgumentError("stand-in: a gather is too large");
     return State(cuda::IpcGather(peers_, in, bytes, out, bytes, stream()), "gather");
@@ -91,7 +109,7 @@ class LocalStandIn final : public StandIn {
   kernels::Backend* backend_;
   cuda::IpcPeers peers_{};
   std::vector<Buffer> blocks_;
-  Buffer local_;
+  Buffer local_, mails_;
   void* host_ = nullptr;
 };
 

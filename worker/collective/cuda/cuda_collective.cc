@@ -189,14 +189,25 @@ absl::Status CudaCollective::ReduceBy(ReduceMethod method, const kernels::Tensor
   return absl::OkStatus();
 }
 
-absl::Status CudaCollective::AllReduceNorm(kernels::Backend& backend, const kernels::RmsNormArgs& norm) {
+bool CudaCollective::TakesNorm(const kernels::RmsNormArgs& norm) const {
   const auto bytes = static_cast<size_t>(norm.x.rows * norm.x.cols * kernels::DTypeSize(norm.x.dtype));
-  if (ipc_ == nullptr || norm.x.rows > kMostFusedRows || bytes > ipc_->peers().buffer_bytes ||
-      choice_.Of(bytes) != ReduceMethod::kOneShot || !cuda::IpcTakesNorm(norm)) {
-    return Collective::AllReduceNorm(backend, norm);
-  }
+  return ipc_ != nullptr && norm.x.rows <= kMostFusedRows && bytes <= ipc_->peers().buffer_bytes &&
+         choice_.Of(bytes) == ReduceMethod::kOneShot && cuda::IpcTakesNorm(norm);
+}
+
+absl::Status CudaCollective::AllReduceNorm(kernels::Backend& backend, const kernels::RmsNormArgs& norm) {
+  if (!TakesNorm(norm)) return Collective::AllReduceNorm(backend, norm);
   KDT_RETURN_IF_ERROR(Alive());
   return KDT_CUDA_STATUS(cuda::IpcReduceNorm(ipc_->peers(), norm, stream_));
+}
+
+absl::Status CudaCollective::AllReduceNormGemm(kernels::Backend& backend, const kernels::RmsNormArgs& norm,
+                                               const kernels::GemmArgs& gemm) {
+  if (!TakesNorm(norm) || !cuda::IpcTakesGemm(ipc_->peers(), norm, gemm)) {
+    return Collective::AllReduceNormGemm(backend, norm, gemm);
+  }
+  KDT_RETURN_IF_ERROR(Alive());
+  return KDT_CUDA_STATUS(cuda::IpcReduceNormGemm(ipc_->peers(), norm, gemm, stream_));
 }
 
 absl::Status CudaCollective::AllGather(const void* in, size_t bytes, void* out) {

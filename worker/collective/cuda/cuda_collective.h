@@ -47,6 +47,8 @@ class CudaCollective : public Collective {
   int size() const override { return size_; }
   absl::Status AllReduceSum(const kernels::Tensor& x) override;
   absl::Status AllReduceNorm(kernels::Backend& backend, const kernels::RmsNormArgs& norm) override;
+  absl::Status AllReduceNormGemm(kernels::Backend& backend, const kernels::RmsNormArgs& norm,
+                                 const kernels::GemmArgs& gemm) override;
   absl::Status AllGather(const void* in, size_t bytes, void* out) override;
   absl::Status Broadcast(void* data, size_t bytes, int root) override;
   absl::Status Finish(kernels::Backend& backend) override;
@@ -71,6 +73,7 @@ class CudaCollective : public Collective {
   absl::Status ProbeBy(ReduceMethod method);
   absl::Status Choose();
   absl::Status Alive() const;
+  bool TakesNorm(const kernels::RmsNormArgs& norm) const;
   absl::Status GiveUp(bool late);
 
   const int rank_;

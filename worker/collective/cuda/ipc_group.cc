@@ -91,6 +91,8 @@ absl::Status IpcGroup::Allocate() {
   };
   KDT_RETURN_IF_ERROR(zeroed(&peers_.blocks[peers_.rank], cuda::kIpcFlagBytes + 2 * peers_.buffer_bytes));
   KDT_RETURN_IF_ERROR(zeroed(&peers_.local, sizeof(*peers_.local)));
+  KDT_CUDA_RETURN_IF_ERROR(cudaMalloc(&peers_.mails, 2 * sizeof(cuda::IpcMail)));
+  KDT_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(peers_.mails, 0xff, 2 * sizeof(cuda::IpcMail), stream_));
   KDT_CUDA_RETURN_IF_ERROR(cudaHostAlloc(&host_, sizeof(*host_), cudaHostAllocMapped));
   std::memset(host_, 0, sizeof(*host_));
   KDT_CUDA_RETURN_IF_ERROR(cudaHostGetDevicePointer(&peers_.host, host_, 0));
@@ -109,6 +111,7 @@ absl::Status IpcGroup::Open(HostExchange& exchange) {
   KDT_RETURN_IF_ERROR(exchange.Agree(fill()));
   KDT_ASSIGN_OR_RETURN(const std::vector<Card> cards, exchange.Gather(mine));
 
+  peers_.processors = mine.processors;
   int processors = mine.processors;
   for (const Card& card : cards) {
     processors = std::min(processors, card.processors);
@@ -202,6 +205,7 @@ IpcGroup::~IpcGroup() {
   }
   (void)cudaFree(peers_.blocks[peers_.rank]);
   (void)cudaFree(peers_.local);
+  (void)cudaFree(peers_.mails);
   if (host_ != nullptr) (void)cudaFreeHost(host_);
 }
 

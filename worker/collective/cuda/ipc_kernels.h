@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kdt/kernels/gemm.h"
 #include "kdt/kernels/rms_norm.h"
 #include "kdt/kernels/tensor.h"
 
@@ -24,12 +25,23 @@ struct IpcFlags {
 };
 inline constexpr size_t kIpcFlagBytes = sizeof(IpcFlags);
 
+// The rows of a reduction on their way from the blocks that make them to all blocks of the same kernel. Words
+// with all bits set are not there yet; no value is such a word. A row's chunks of eight values lie by fours,
+// those of all rows side by side; its sums of squares, one a warp of rms_norm, by places modulo four.
+inline constexpr int kIpcMailRows = 8, kIpcMailChunks = 1024, kIpcMailSquares = 16;
+struct IpcMail {
+  uint32_t x[kIpcMailChunks * kIpcMailRows * 4];
+  uint32_t squares[kIpcMailRows * kIpcMailSquares];
+};
+inline constexpr int kIpcMailBlocks = 256;  // of a kernel that uses it, at most
+
 // Memory of this rank's device that nobody else sees.
 struct IpcLocal {
   // The last operation's number. One word a block, all equal between two operations: a block reads its own
   // and writes those that fall to it, so that no block of an operation sees another's write.
   uint32_t ops[kIpcMaxBlocks];
-  uint32_t dead;               // not 0: an operation was given up, later ones do nothing
+  uint32_t mails[kIpcMailBlocks];  // the same for how often IpcMail was used
+  uint32_t dead;                   // not 0: an operation was given up, later ones do nothing
   uint32_t late_ns;            // for benchmarks without the other ranks: how long a meeting takes at least
   unsigned long long wait_ns;  // of block 0, for the other ranks
 };
@@ -45,11 +57,13 @@ struct IpcHost {
 struct IpcPeers {
   std::byte* blocks[kIpcMaxRanks];
   IpcLocal* local;
-  IpcHost* host;  // as the device sees it
+  IpcMail* mails;  // two, which take turns; this rank's device, at first all bits set
+  IpcHost* host;   // as the device sees it
   size_t buffer_bytes;
   int rank;
   int size;
   bool own_gpu;    // no two ranks share a GPU
+  int processors;  // multiprocessors of this rank's GPU
   int max_blocks;  // 1 .. kIpcMaxBlocks; the same on all ranks
 };
 
@@ -63,6 +77,11 @@ cudaError_t IpcReduceTwoShot(const IpcPeers& peers, void* x, kernels::DType type
 // at most 8192.
 bool IpcTakesNorm(const kernels::RmsNormArgs& norm);
 cudaError_t IpcReduceNorm(const IpcPeers& peers, const kernels::RmsNormArgs& norm, cudaStream_t stream);
+// IpcReduceNorm and the gemm behind it in one kernel, with the same bits. Only for what IpcTakesGemm takes:
+// at most eight rows, shapes of WholeKernel whose W fits on the chip, a GPU for each rank.
+bool IpcTakesGemm(const IpcPeers& peers, const kernels::RmsNormArgs& norm, const kernels::GemmArgs& gemm);
+cudaError_t IpcReduceNormGemm(const IpcPeers& peers, const kernels::RmsNormArgs& norm,
+                              const kernels::GemmArgs& gemm, cudaStream_t stream);
 // out + r * stride = rank r's `bytes` at `in`. bytes <= buffer_bytes; any alignment.
 cudaError_t IpcGather(const IpcPeers& peers, const void* in, size_t bytes, void* out, size_t stride,
                       cudaStream_t stream);

@@ -235,6 +235,90 @@ TEST_CASE("a reduction with the norm behind it gives the bits of the two kernels
   }
 }
 
+// Where each rank has a GPU of its own they are one kernel. A graph of several, replayed: the ranks drift
+// apart between them, and the next one starts while the one before still runs.
+TEST_CASE("a reduction with norm and gemm behind it gives the bits of the three, in replayed graphs too") {
+  for (const int ranks : {2, 8}) {
+    const Placement placement = PlacementFor(ranks);
+    if (!placement.possible) {
+      WARN("skipped with " << ranks << " ranks: " << placement.reason);
+      continue;
+    }
+    const auto told = RunRanks(ranks, placement.gpus, CollectiveKind::kIpc, [&](const RankSetup& setup) {
+      const auto run = [&]() -> absl::Status {
+        constexpr int64_t kRows = 9, kCols = 7168, kOuts = 2112, kScores = 384, kInner = 256;
+        constexpr int kOps = 4, kReplays = 300;
+        kernels::CudaBackendOptions backend_options;
+        backend_options.device = setup.device;
+        backend_options.workspace_bytes = 4 << 20;
+        KDT_ASSIGN_OR_RETURN(const auto backend, kernels::MakeCudaBackend(backend_options));
+        CudaCollectiveOptions options = setup.options;
+        options.stream = static_cast<cudaStream_t>(backend->stream());
+        KDT_ASSIGN_OR_RETURN(const auto collective, CudaCollective::Make(options));
+        collective->SetDeadline(absl::Now() + absl::Seconds(50));
+        Memory x, residual, out, weight, w, y, inner;
+        KDT_RETURN_IF_ERROR(w.Make(kOuts * kCols * 2));
+        for (Memory* memory : {&x, &residual, &out, &weight, &y, &inner})
+          KDT_RETURN_IF_ERROR(memory->Make(kRows * kCols * 2));
+        const auto set = [&](Memory& memory, int64_t count, int rank, uint32_t salt) {
+          const std::vector<char> values = RankValues(rank, DType::kBF16, count, salt);
+          KDT_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(memory.device, values.data(), values.size(),
+                                                   cudaMemcpyHostToDevice, collective->stream()));
+          return KDT_CUDA_STATUS(cudaStreamSynchronize(collective->stream()));
+        };
+        KDT_RETURN_IF_ERROR(set(w, kOuts * kCols, 99, 1));
+        KDT_RETURN_IF_ERROR(set(weight, kCols, 99, 2));
+        for (const int64_t rows : {1, 2, 4, 8, 9}) {
+          const auto tensor = [&](const Memory& m, int64_t cols) {
+            return kernels::MakeTensor(m.device, DType::kBF16, rows, cols);
+          };
+          const auto matrix = [&](int64_t first, int64_t outs) {
+            return kernels::MakeTensor(w.device + first * kCols * 2, DType::kBF16, outs, kCols);
+          };
+          const kernels::RmsNormArgs norm{tensor(x, kCols), tensor(residual, kCols),
+                                          tensor(weight, kCols).bf16(), 1e-5f, tensor(out, kCols)};
+          kernels::GemmArgs scores{norm.out, matrix(0, kScores),
+                                   kernels::MakeTensor(y.device, DType::kF32, rows, kScores)};
+          scores.beside_w = matrix(kScores, 2 * kInner);
+          scores.beside_y = tensor(inner, kInner);
+          scores.beside_gated = true;
+          const kernels::GemmArgs gemms[] = {scores, {norm.out, matrix(0, kOuts), tensor(y, kOuts)}};
+          std::vector<char> results[2];
+          for (const bool together : {false, true}) {
+            KDT_ASSIGN_OR_RETURN(const auto graph, backend->Capture([&]() -> absl::Status {
+              for (int i = 0; i < kOps; ++i) {
+                const kernels::GemmArgs& gemm = gemms[i % 2];
+                KDT_RETURN_IF_ERROR(together
+                                        ? collective->AllReduceNormGemm(*backend, norm, gemm)
+                                        : collective->Collective::AllReduceNormGemm(*backend, norm, gemm));
+              }
+              return absl::OkStatus();
+            }));
+            KDT_RETURN_IF_ERROR(set(x, rows * kCols, setup.rank, 3));
+            KDT_RETURN_IF_ERROR(set(residual, rows * kCols, 99, 4));
+            for (int replay = 0; replay < kReplays; ++replay) {
+              KDT_RETURN_IF_ERROR(graph->Replay());
+              if (replay % 50 != 0) continue;
+              KDT_RETURN_IF_ERROR(collective->Finish(*backend));
+              for (const Memory* memory : {&residual, &out, &y, &inner}) {
+                std::vector<char> bytes(static_cast<size_t>(rows * kInner * 2));
+                KDT_CUDA_RETURN_IF_ERROR(
+                    cudaMemcpy(bytes.data(), memory->device, bytes.size(), cudaMemcpyDeviceToHost));
+                results[together].insert(results[together].end(), bytes.begin(), bytes.end());
+              }
+            }
+            KDT_RETURN_IF_ERROR(collective->Finish(*backend));
+          }
+          KDT_RETURN_IF_ERROR(Same(results[1].data(), results[0], absl::StrCat(rows, " rows")));
+        }
+        return collective->exchange().Agree(absl::OkStatus());
+      };
+      return Text(run());
+    });
+    for (const std::string& text : told) CHECK(text == "");
+  }
+}
+
 // Reductions right behind each other, a slow one in front of a fast one: where a rank may write its buffer
 // again before all have read it, this fails.
 TEST_CASE("ten thousand replays of a captured graph with changing data stay exact") {
