@@ -132,20 +132,28 @@ struct Inputs {
   }
 };
 
+// Inputs of kGroups groups as the products take them, and what the groups' sums start from.
+template <int kGroups>
+struct Operands {
+  uint4 in[kGroups];
+  float start[kGroups][4];
+
+  __device__ __forceinline__ Operands(const Inputs& x, const Surplus& surplus) {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) in[j] = ScaledInputs(x.of[j]);
+    const float zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) MmaBf16From(start[j], surplus.a, in[j].x, in[j].y, zero);
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) MmaBf16From(start[j], surplus.a, in[j].z, in[j].w, start[j]);
+  }
+};
+
 // acc[m] += W[m] x for 16-row halves m and eight columns x, over kGroups groups. The chains of products of
 // several groups have to run side by side: one chain takes four times a product's latency.
 template <int kGroups>
-__device__ __forceinline__ void Multiply(float (&acc)[2][4], const Weights& weights, const Inputs& x,
-                                         const Surplus& surplus) {
-  uint4 in[kGroups];
-#pragma unroll
-  for (int j = 0; j < kGroups; ++j) in[j] = ScaledInputs(x.of[j]);
-  const float zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  float start[kGroups][4];
-#pragma unroll
-  for (int j = 0; j < kGroups; ++j) MmaBf16From(start[j], surplus.a, in[j].x, in[j].y, zero);
-#pragma unroll
-  for (int j = 0; j < kGroups; ++j) MmaBf16From(start[j], surplus.a, in[j].z, in[j].w, start[j]);
+__device__ __forceinline__ void Multiply(float (&acc)[2][4], const Weights& weights,
+                                         const Operands<kGroups>& x) {
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
     const uint4 words = weights.words[j];
@@ -159,8 +167,8 @@ __device__ __forceinline__ void Multiply(float (&acc)[2][4], const Weights& weig
                      second[4] = {low[2], high[2], low[3], high[3]};
       const float s0 = LowBf16(m == 0 ? s.x : s.y), s1 = HighBf16(m == 0 ? s.x : s.y);
       float sum[4];
-      MmaBf16From(sum, first, in[j].x, in[j].y, start[j]);
-      MmaBf16From(sum, second, in[j].z, in[j].w, sum);
+      MmaBf16From(sum, first, x.in[j].x, x.in[j].y, x.start[j]);
+      MmaBf16From(sum, second, x.in[j].z, x.in[j].w, sum);
       acc[m][0] = fmaf(s0, sum[0], acc[m][0]), acc[m][1] = fmaf(s0, sum[1], acc[m][1]);
       acc[m][2] = fmaf(s1, sum[2], acc[m][2]), acc[m][3] = fmaf(s1, sum[3], acc[m][3]);
     }

@@ -52,6 +52,9 @@ class Worker {
   // kAll: every step has all its groups.
   static constexpr bool kAll = kForm != Form::kRagged, kMail = kForm == Form::kFewest,
                         kDirect = kMail || kForm == Form::kFew;
+  // A warp takes the block's two tiles of down at once, which share their inputs.
+  static constexpr bool kPairs = kForm == Form::kFew;
+  static constexpr int kTileTeam = kMail ? kDirectTeam : kMoeWarps;  // warps that share the experts of a tile
   static constexpr int kEach = SlicesEach(kForm), kTeamWarps = kMoeWarps / kEach;
 
  public:
@@ -79,8 +82,8 @@ class Worker {
   __device__ __forceinline__ void Start() {
     if (lane_ == 0) {
       if (!kDirect) state().runs.Plan(p_, choice());
-      state().item = FirstTile(warp_);
-      state().expert = warp_ % kDirectTeam;
+      state().item = kMail ? FirstTile(warp_) : static_cast<int>(blockIdx.x);
+      state().expert = warp_ % kTileTeam;
     }
     __syncwarp();
     const unsigned ticket = shared_.tickets[team_][kTickets - 1];
@@ -93,7 +96,7 @@ class Worker {
       if (!kDirect) DrawDown();
       const bool more = NextCell(at_);
       SendFirst(more, at_, min(kStep, p_.inner_groups));
-      SendSecond(more, at_, min(kStep, p_.inner_groups));
+      SendSecond(more, at_, min(kStep, p_.inner_groups), Second());
     }
   }
 
@@ -108,7 +111,8 @@ class Worker {
   }
   // `out` where no expert of any row is held here.
   __device__ __forceinline__ void SumNothing() {
-    if (FirstTile(warp_) < p_.down_tiles) SumExperts(FirstTile(warp_));
+    const int tile = kMail ? FirstTile(warp_) : static_cast<int>(blockIdx.x);
+    if (tile < p_.down_tiles) SumExperts(tile);
   }
 
   __device__ __forceinline__ void Run() {
@@ -147,15 +151,24 @@ class Worker {
     return max(0, min(min(left, kStep), p_.hidden_groups - group));
   }
 
-  // What a step needs, in two parts: four groups, and what is left.
+  // From a tile of down to the one that is taken together with it, in groups.
+  __device__ __forceinline__ int Apart() const { return static_cast<int>(gridDim.x) * p_.inner_groups; }
+  // What the second slot holds at the start of the next cell: the first four groups of the other tile, or
+  // four more of the only one.
+  __device__ __forceinline__ int Second() const {
+    return kPairs && state().next.tiles == 2 ? Apart() : kSlotGroups;
+  }
+
+  // What a step needs, in two parts: four groups, and what is left or `second` groups behind.
   __device__ __forceinline__ void SendFirst(bool more, const Position& from, int groups) {
     if (!more) return;
     SendGroups<4, kAll>(ring_, from, groups, lane_);
     CopyAsyncArrive(SharedAddress(&shared_.landed[warp_][0]));
   }
-  __device__ __forceinline__ void SendSecond(bool more, const Position& from, int groups) {
+  __device__ __forceinline__ void SendSecond(bool more, const Position& from, int groups,
+                                             int second = kSlotGroups) {
     if (!more) return;
-    SendGroups<3, kAll>(ring_ + kSlotBytes, from.Groups(4), groups - 4, lane_);
+    SendGroups<3, kAll>(ring_ + kSlotBytes, from.Groups(second), groups - 4, lane_);
     CopyAsyncArrive(SharedAddress(&shared_.landed[warp_][1]));
   }
   // The older of the two parts under way; what follows may be sent to its place.
@@ -169,20 +182,35 @@ class Worker {
   // there.
   template <int kGroups>
   __device__ __forceinline__ void Step(float (&acc)[2][4], const bf16* x, int mail, int groups, bool more,
-                                       const Position& next, int next_groups) {
+                                       const Position& next, int next_groups, int next_second) {
     Weights weights;
     Inputs inputs;
     if (kAll) LoadInputs<4>(inputs, x, mail, groups);
     Take<4>(weights, 0);
     if (!kAll) LoadInputs<4>(inputs, x, mail, groups);  // there are no registers for it before
     SendFirst(more, next, next_groups);
-    Multiply<4>(acc, weights, inputs, surplus_);
+    Multiply<4>(acc, weights, Operands<4>(inputs, surplus_));
     if (kAll) LoadInputs<kGroups - 4>(inputs, x + 4 * 32, mail + 4 * 16, groups - 4);
     Take<kGroups - 4>(weights, 1);
     if (!kAll) LoadInputs<kGroups - 4>(inputs, x + 4 * 32, mail + 4 * 16, groups - 4);
     parity_ ^= 1;
-    SendSecond(more, next, next_groups);
-    Multiply<kGroups - 4>(acc, weights, inputs, surplus_);
+    SendSecond(more, next, next_groups, next_second);
+    Multiply<kGroups - 4>(acc, weights, Operands<kGroups - 4>(inputs, surplus_));
+  }
+  // The same four groups of two tiles.
+  __device__ __forceinline__ void PairStep(float (&acc)[2][2][4], const bf16* x, bool more,
+                                           const Position& next, int next_second) {
+    Weights weights;
+    Inputs inputs;
+    inputs.Load<kSlotGroups, true>(x, kSlotGroups);
+    Take<kSlotGroups>(weights, 0);
+    SendFirst(more, next, kStep);
+    const Operands<kSlotGroups> operands(inputs, surplus_);
+    Multiply<kSlotGroups>(acc[0], weights, operands);
+    Take<kSlotGroups>(weights, 1);
+    parity_ ^= 1;
+    SendSecond(more, next, kStep, next_second);
+    Multiply<kSlotGroups>(acc[1], weights, operands);
   }
   template <int kGroups>
   __device__ __forceinline__ void LoadInputs(Inputs& inputs, const bf16* x, int mail, int groups) const {
@@ -222,6 +250,7 @@ class Worker {
           bool more = true;
           Position next = at_.Groups(groups);
           int next_groups = GateGroups(group, step > 1 ? slice_left : p_.slice_groups);
+          int next_second = kSlotGroups;
           if (step == 1 && last_slice) {
             if (!last_pass) {
               next = GatePosition(ticket);
@@ -232,9 +261,10 @@ class Worker {
             } else {
               more = NextCell(next);
               next_groups = min(kStep, p_.inner_groups);
+              next_second = Second();
             }
           }
-          Step<kAll ? kGateStep : kStep>(acc, x, kNoMail, groups, more, next, next_groups);
+          Step<kAll ? kGateStep : kStep>(acc, x, kNoMail, groups, more, next, next_groups, next_second);
           at_ = next;
           x += groups * 32;
         }
@@ -369,11 +399,12 @@ class Worker {
       int item = state().item, expert = state().expert;
       __syncwarp();
       if (expert < choice().active && item < p_.down_tiles) {
-        next = {expert, item, 1};
-        expert += kDirectTeam;
+        const bool pair = kPairs && item + static_cast<int>(gridDim.x) < p_.down_tiles;
+        next = {expert, item, pair ? 2 : 1};
+        expert += kTileTeam;
         if (expert >= choice().active) {
           item += static_cast<int>(gridDim.x) * kDirectTeams;
-          expert = warp_ % kDirectTeam;
+          expert = warp_ % kTileTeam;
         }
         if (lane_ == 0) state().item = item, state().expert = expert;
       }
@@ -415,6 +446,37 @@ class Worker {
           const int column = 2 * t_ + odd;
           to[odd] = column < left ? pairs_[begin + first + column] * (kDirect ? kTileRows : hidden) : -1;
         }
+        const auto store = [&](float* products, const float(&acc)[2][4]) {
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) {
+            if (to[odd] < 0) continue;
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              products[to[odd] + 16 * m] = acc[m][odd] * kUnscale;
+              products[to[odd] + 16 * m + 8] = acc[m][2 + odd] * kUnscale;
+            }
+          }
+        };
+        if (kPairs && cell.tiles == 2) {
+          float acc[2][2][4] = {};
+          const bf16* x = inputs;
+#pragma unroll 1
+          for (int part = steps * kStep / kSlotGroups; part > 0; --part) {
+            Position next = at_.Groups(kSlotGroups);
+            int next_second = Apart();
+            bool more = true;
+            if (part == 1) {
+              more = NextCell(next);
+              next_second = Second();
+            }
+            PairStep(acc, x, more, next, next_second);
+            at_ = next;
+            x += kSlotGroups * 32;
+          }
+          store(shared_.products[0] + g_, acc[0]);
+          store(shared_.products[1] + g_, acc[1]);
+          break;
+        }
 #pragma unroll 1
         for (int tile = 0; tile < cell.tiles; ++tile) {
           float acc[2][4] = {};
@@ -427,31 +489,26 @@ class Worker {
             groups_left -= groups;
             Position next = at_.Groups(groups);
             const int next_groups = kAll ? kStep : min(kStep, step > 1 ? groups_left : p_.inner_groups);
+            int next_second = kSlotGroups;
             bool more = true;
             if (step == 1 && tile == cell.tiles - 1) {
               if (!last_pass) {
                 next = DownPosition(cell);
               } else {
                 more = NextCell(next);
+                next_second = Second();
               }
             }
-            Step<kStep>(acc, x, mail, groups, more, next, next_groups);
+            Step<kStep>(acc, x, mail, groups, more, next, next_groups, next_second);
             at_ = next;
             x += kStep * 32;
             mail += kStep * 16;
           }
-          float* const products = kDirect ? shared_.products[warp_ / kDirectTeam] + g_
-                                          : p_.product + (cell.tile + tile) * kTileRows + g_;
-#pragma unroll
-          for (int odd = 0; odd < 2; ++odd) {
-            if (to[odd] < 0) continue;
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-              products[to[odd] + 16 * m] = acc[m][odd] * kUnscale;
-              products[to[odd] + 16 * m + 8] = acc[m][2 + odd] * kUnscale;
-            }
-          }
+          store(kDirect ? shared_.products[kMail ? warp_ / kDirectTeam : 0] + g_
+                        : p_.product + (cell.tile + tile) * kTileRows + g_,
+                acc);
         }
+        if (kPairs) break;
       }
       if (kDirect && (state().next.tiles == 0 || state().next.tile != cell.tile)) SumExperts(cell.tile);
     }
@@ -475,9 +532,13 @@ class Worker {
     }
   }
 
-  // The warps of a kDirectTeam have made all products of a tile: a warp a row, a lane a column.
-  __device__ __forceinline__ void SumExperts(int tile) {
-    const int row = warp_ % kDirectTeam, column = tile * kTileRows + lane_;
+  // The warps of a kTileTeam make all products of a tile, or of this and the one it is paired with; then each
+  // kDirectTeam sums a tile, a warp a row, a lane a column.
+  __device__ __forceinline__ void SumExperts(int first_tile) {
+    const int tile = first_tile + (kMail ? 0 : static_cast<int>(gridDim.x) * (warp_ / kDirectTeam));
+    const int row = tile < p_.down_tiles ? warp_ % kDirectTeam : kDirectTeam,
+              column = tile * kTileRows + lane_;
+    const int barrier = kMail ? 1 + warp_ / kDirectTeam : 1;
     const float* const from = shared_.products[warp_ / kDirectTeam] + lane_;
     float sum = 0.0f, before = 0.0f;
     const int64_t at = row * p_.out_stride + column;
@@ -486,7 +547,7 @@ class Worker {
     } else if (p_.accumulate && row < p_.rows) {
       before = p_.out_is_float ? static_cast<float*>(p_.out)[at] : ToFloat(static_cast<bf16*>(p_.out)[at]);
     }
-    NamedBarrier(1 + warp_ / kDirectTeam, kDirectTeam * 32);
+    NamedBarrier(barrier, kTileTeam * 32);
     if (row < p_.rows) {
       for (int k = 0; k < p_.top_k; ++k) {
         const int pair = row * p_.top_k + k;
@@ -495,7 +556,7 @@ class Worker {
       if (p_.accumulate) sum = before + sum;
       StoreOut(at, sum);
     }
-    NamedBarrier(1 + warp_ / kDirectTeam, kDirectTeam * 32);  // the products have been read
+    NamedBarrier(barrier, kTileTeam * 32);  // the products have been read
   }
 
   const MoeParams& p_;
