@@ -111,8 +111,7 @@ template <int kHalves, int kEach, int kDepth, int kHeld, int kAhead>
 cudaError_t Whole(const Launch& launch, const StreamParams& p) {
   using S = WholeShape<kHalves, kEach, kDepth, kHeld, kAhead>;
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
-  return LaunchAfter(launch, WholeKernel<S, XOfPrevious>, dim3(tiles), dim3(S::kThreads), S::kShared, p,
-                     XOfPrevious{});
+  return LaunchAfter(launch, WholeKernel<S>, dim3(tiles), dim3(S::kThreads), S::kShared, p);
 }
 cudaError_t WholeFor(const Launch& launch, const StreamParams& p) {
   return p.splits == 8 ? Whole<1, 2, 3, 1, 4>(launch, p) : Whole<2, 1, 3, 2, 7>(launch, p);

@@ -20,6 +20,13 @@ __device__ __forceinline__ uint32_t LaneIndex() {
   return lane;
 }
 
+// blockIdx.x, the same.
+__device__ __forceinline__ uint32_t BlockIndex() {
+  uint32_t block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
 // Keeps a value in a register where the compiler would compute it again at every use.
 __device__ __forceinline__ uint32_t Pinned(uint32_t x) {
   asm volatile("" : "+r"(x));
@@ -47,6 +54,11 @@ __device__ __forceinline__ uint4 LoadStreamed(const void* from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
+}
+// Goes on when a value that is being loaded has come.
+__device__ __forceinline__ void WaitForLoad(uint32_t loaded) {
+  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x7f83a5c1; @p nanosleep.u32 1; }" ::"r"(loaded)
+               : "memory");
 }
 // The barrier counts one arrival of this thread when all its copies so far have landed.
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {

@@ -32,6 +32,7 @@ inline constexpr int kIpcMailRows = 8, kIpcMailChunks = 1024, kIpcMailSquares = 
 struct IpcMail {
   uint32_t x[kIpcMailChunks * kIpcMailRows * 4];
   uint32_t squares[kIpcMailRows * kIpcMailSquares];
+  uint32_t bell[4];  // the first word: the values are about to come
 };
 inline constexpr int kIpcMailBlocks = 256;  // of a kernel that uses it, at most
 

@@ -4,11 +4,22 @@
 //
 // The kernel's first blocks reduce. Each takes a slice of one or two rows: chunks i and i + n / 16 of a row
 // for 64 values of i in a row, which are two whole warps of rms_norm, so that each warp's sum of squares is
-// the same. Blocks and ranks meet as in the other kernels. Between the blocks of one rank values go by
-// IpcMail, where each word tells by itself whether it is there: first the sums of squares, among the blocks
-// that reduce; then the rows, to all. The former also tell the others that it is time to look for the rows:
-// until then one thread a block looks, so that the looks of two thousand warps are not in the way of what
-// they wait for.
+// the same. Blocks and ranks meet as in the other kernels. What a block reads while all others ask for all of
+// W at once takes 3 to 5 us. So the others ask for it piece by piece, which is as fast; and a block that
+// reduces shows its values before it asks for any W, and then asks for all of it, to be done when the others
+// come.
+//
+// From the blocks that reduce to all others values go by IpcMail, where each word tells by itself whether it
+// is there, so that no flag and no fence stands between: the sums, and for each warp of rms_norm the sum
+// of its squares. Every block normalises what it reads. Until it is time to look for the rows one warp of a
+// block looks for something small, so that the looks of two thousand warps are not in the way of what they
+// wait for: with few rows for the bell, which rings with the first sums, else for all squares.
+//
+// Lane (g, t) of a warp has a product's inputs 8 t, ... of row g. With less than eight rows there are lanes
+// left, and a warp's steps are dealt out to them: lane g has row g % kRows, and of all steps (of all shares,
+// one share after the other) those of its group g / kRows, kRows steps. So kRows steps' registers take all of
+// x, and each value is normalised once. The sums of a share stand in the columns of the group whose step it
+// is, and move on to the next group's.
 //
 // Why this cannot stand still. Blocks wait for the first ones of their own kernel, which must be running, and
 // those for the same blocks of the other ranks. A block is on a multiprocessor by itself, there are no more
@@ -20,214 +31,236 @@
 // so that the next use, which is behind this kernel, finds it empty.
 #include <algorithm>
 
-#include "kernels/cuda/common/chunk.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/gemm/skinny.h"
 #include "kernels/cuda/gemm/whole.cuh"
-#include "worker/collective/cuda/ipc_vector.cuh"
+#include "worker/collective/cuda/ipc_reducer.cuh"
 
 namespace kdt::cuda {
 namespace {
 
-constexpr int kSliceChunks = 64, kRowThreads = 4 * kSliceChunks, kMostRowsEach = 2;
-constexpr int kLooksPerDeadLook = 1024;
-constexpr uint32_t kNotThere = ~0u;
+constexpr int kFewRows = 2;  // so many rows' looks are cheap
 
-__device__ __forceinline__ bool HasCome(const uint4& v) {
-  return v.x != kNotThere && v.y != kNotThere && v.z != kNotThere && v.w != kNotThere;
-}
-__device__ __forceinline__ uint4 LoadMail(const uint32_t* from) {
+// Through L1; not before the place where it stands, since there are no registers for it.
+__device__ __forceinline__ uint4 LoadConstant(const void* from) {
   uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
 }
-__device__ __forceinline__ void PostMail(uint32_t* to, const uint2& v) {
-  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
-}
-__device__ __forceinline__ void PostMail(uint32_t* to, uint32_t v) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
-}
-// Of chunk t of four from chunk 4 `four` of a row on: in IpcMail::x, in words.
-__device__ __forceinline__ int PlaceOf(int row, int four, int t) {
-  return ((four * kIpcMailRows + row) * 4 + t) * 4;
-}
-__device__ __forceinline__ void Unpack4(float (&v)[4], const uint2& bits) {
-  v[0] = LowBf16(bits.x), v[1] = HighBf16(bits.x), v[2] = LowBf16(bits.y), v[3] = HighBf16(bits.y);
-}
-__device__ __forceinline__ uint2 Pack4(const float (&v)[4]) {
-  return {PackBf16(v[0], v[1]), PackBf16(v[2], v[3])};
-}
-
-struct ReduceParams {
-  const bf16* x;  // [rows, n]
-  bf16* residual;
-  int64_t residual_stride;
-  const bf16* weight;
-  float eps;
-  int rows;
-  int n;
-  bf16* out;
-  int64_t out_stride;
-  int slices, rows_each;  // of a row; a block's rows
-  int owners;             // blocks that reduce
-};
-
-struct XOfRanks {
-  static constexpr bool kMayBeLate = true;
-  class Reader;
-  IpcPeers peers;
-  ReduceParams reduce;
-};
-
-class XOfRanks::Reader {
+// A lane's inputs of a warp's products, as the head of this file says.
+template <typename S, int kRows>
+class Inputs {
  public:
-  // A block that reduces shows the other ranks its values before it asks for all of W: what it reads would
-  // stand in the queue behind that, and they wait for it.
-  __device__ __forceinline__ explicit Reader(const XOfRanks& from) : peers(from.peers), p(from.reduce) {
-    if (!IsOwner()) return;
-    const Place at = FindPlace();
-    if (at.reduces && at.pair % 16 == 0) PrefetchL2(p.weight + at.pair * 4);
-    WaitForPrevious();
-    number_ = NextNumber(peers);
-    if (at.reduces) {
-      before_ = reinterpret_cast<const uint2*>(p.residual + at.row * p.residual_stride)[at.pair];
-      const int64_t in_x = static_cast<int64_t>(at.row) * (p.n / 4) + at.pair;
-      reinterpret_cast<uint2*>(peers.blocks[peers.rank] + BufferOf(peers, number_))[in_x] =
-          reinterpret_cast<const uint2*>(p.x)[in_x];
-    }
-    const unsigned long long start = Arrive(peers, &IpcFlags::arrived, number_);
-    if (threadIdx.x == 0) *Start() = start;
+  static constexpr int kEach = S::kEach, kSteps = 8 / kEach;  // of a share, at most
+  static constexpr int kSlots = kRows;
+  // With one share registers are full of W: more come when the first steps' W is used up.
+  static constexpr int kFirst = kEach == 1 && kSlots > 3 ? 3 : kSlots;
+  static_assert(WholeBlock<S>::kOnChip <= kSteps);
+
+  __device__ __forceinline__ Inputs(const ReduceParams& params, const WholeBlock<S>& block,
+                                    const IpcMail* mail)
+      : p_(params), block_(block), mail_(mail), row_((block.lane >> 2) % kRows) {
+    const int place = (block.lane >> 2) / kRows * kRows;  // the first of the group's
+    const bool second = kEach == 2 && place >= kSteps;
+    first_ = (second ? block.first[kEach - 1] : block.first[0]) + 4 * (place % kSteps);
+    from_ = mail->x + PlaceOf(row_, 2 * first_, block.lane & 3);
+    count_ = row_ < p_.rows ? (second ? block.count[kEach - 1] : block.count[0]) - place % kSteps : 0;
   }
 
-  __device__ __forceinline__ void Begin() {
-    if (!IsOwner()) WaitForPrevious();
-    const uint32_t use = peers.local->mails[blockIdx.x] + 1;
-    mail_ = peers.mails + (use & 1);
-    if (IsOwner()) {
-      __syncwarp();
-      const bool alive = Await(peers, &IpcFlags::arrived, number_, *Start());
-      CountOp(peers, number_, p.owners);
-      const Place at = FindPlace();
-      if (alive && at.reduces) Reduce(at);
+  // norm's weights, where they are few.
+  __device__ __forceinline__ void LoadWeights() {
+#pragma unroll
+    for (int j = 0; j < (kKeepsWeights ? kSlots : 0); ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (Has(j)) weights_[j][half] = LoadStreamed(Weight(j) + 32 * half);
     }
-    uint4* const other = reinterpret_cast<uint4*>(peers.mails + (~use & 1));
-    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < sizeof(IpcMail) / sizeof(uint4);
-         i += gridDim.x * blockDim.x) {
-      other[i] = make_uint4(kNotThere, kNotThere, kNotThere, kNotThere);
+  }
+  __device__ __forceinline__ void Load(int j) {
+    if (!Has(j)) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) in_[j][half] = LoadMail(Mail(j) + PlaceOf(0, half, 0));
+  }
+  __device__ __forceinline__ bool IsThere(int j) const {
+    return !Has(j) || (HasCome(in_[j][0]) && HasCome(in_[j][1]));
+  }
+  // The first kFirst; and the row's factor, unless it is known.
+  __device__ __forceinline__ void Get(float factor) {
+    factor_ = factor;
+    uint4 squares = make_uint4(0, 0, 0, 0);
+    for (int looks = 0;; ++looks) {
+      if (kRows <= kFewRows && row_ < p_.rows)
+        squares = LoadMail(mail_->squares + row_ * kIpcMailSquares + 4 * (block_.lane & 3));
+      bool there = HasCome(squares);
+#pragma unroll
+      for (int j = 0; j < kFirst; ++j) Load(j);
+#pragma unroll
+      for (int j = 0; j < kFirst; ++j) there = there && IsThere(j);
+      if (__all_sync(~0u, there) || GivenUp(p_, looks)) break;
     }
-    if (threadIdx.x == 0) {
-      for (int looks = 0; *static_cast<const volatile uint32_t*>(mail_->squares) == kNotThere; ++looks) {
-        if (GivenUp(looks)) break;
+    if (kRows <= kFewRows) factor_ = Factor(p_, squares);
+  }
+  // Of any row, for all lanes together.
+  __device__ __forceinline__ float FactorOf(int row) const { return __shfl_sync(~0u, factor_, 4 * row); }
+
+  // Behind step 0 and step 1.
+  __device__ __forceinline__ void LoadMore(int step) {
+#pragma unroll
+    for (int j = kFirst + 3 * step; j < kFirst + 3 * step + 3 && j < kSlots; ++j) Load(j);
+  }
+  // Waits for what LoadMore gave.
+  __device__ __forceinline__ void Settle(int j) {
+    for (int looks = 0; !__all_sync(~0u, IsThere(j)) && !GivenUp(p_, looks); ++looks) Load(j);
+  }
+  __device__ __forceinline__ void Normalise(int j) {
+    uint4(&in)[2] = in_[j];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 weight = make_uint4(0, 0, 0, 0);
+      if constexpr (kKeepsWeights) {
+        weight = weights_[j][half];
+      } else if (Has(j)) {
+        weight = LoadConstant(Weight(j) + 32 * half);
       }
+      in[half] =
+          make_uint4(ScalePair(in[half].x, factor_, weight.x), ScalePair(in[half].y, factor_, weight.y),
+                     ScalePair(in[half].z, factor_, weight.z), ScalePair(in[half].w, factor_, weight.w));
     }
-    __syncthreads();
-    WriteOwn(peers.local->mails, gridDim.x, use);
   }
-
-  __device__ __forceinline__ uint4 Load(const StreamParams&, int row, int four, int t) const {
-    return LoadMail(mail_->x + PlaceOf(row, four, t));
-  }
-  __device__ __forceinline__ bool IsThere(const uint4& v) const { return HasCome(v); }
-  __device__ __forceinline__ bool GivenUp(int looks) const {
-    return looks % kLooksPerDeadLook == kLooksPerDeadLook - 1 &&
-           *static_cast<const volatile uint32_t*>(&peers.local->dead) != 0;
-  }
+  // Of place i = kSteps e + step of all steps.
+  static __device__ constexpr int GroupOf(int i) { return i / kRows; }
+  __device__ __forceinline__ const uint4& Of(int i, int half) const { return in_[i % kSlots][half]; }
 
  private:
-  struct Place {    // of a thread that reduces: four values of a row
-    int row, pair;  // the second: of pairs of values, two of them, in a row
-    bool reduces;
-  };
-  // When the block arrived: of interest to the first warp, and not worth registers.
-  static __device__ __forceinline__ unsigned long long* Start() {
-    __shared__ unsigned long long start;
-    return &start;
+  static constexpr bool kKeepsWeights = kRows <= kFewRows;
+
+  // Slot j (or what follows in it where it rolls): with eight rows there is one group, which has both shares.
+  __device__ __forceinline__ bool Has(int j) const {
+    if (kRows == 8 && j >= kSteps) return row_ < p_.rows && j - kSteps < block_.count[kEach - 1];
+    return j < count_;
   }
-  __device__ __forceinline__ bool IsOwner() const { return static_cast<int>(blockIdx.x) < p.owners; }
-  __device__ __forceinline__ int Slice() const { return static_cast<int>(blockIdx.x) % p.slices; }
-  __device__ __forceinline__ Place FindPlace() const {
-    const int thread = static_cast<int>(threadIdx.x), own_row = thread / kRowThreads;
-    const int row = static_cast<int>(blockIdx.x) / p.slices * p.rows_each + own_row;
-    const int in_half = thread % (kRowThreads / 2), half = thread / (kRowThreads / 2) % 2;
-    return {row, Slice() * (kRowThreads / 2) + in_half + half * (p.n / 8),
-            own_row < p.rows_each && row < p.rows};
+  __device__ __forceinline__ const uint32_t* Mail(int j) const {
+    if (kRows == 8 && j >= kSteps)
+      return mail_->x + PlaceOf(row_, 2 * block_.first[kEach - 1], block_.lane & 3) +
+             PlaceOf(0, 8 * (j - kSteps), 0);
+    return from_ + PlaceOf(0, 8 * j, 0);
+  }
+  __device__ __forceinline__ const bf16* Weight(int j) const {
+    const int piece = kRows == 8 && j >= kSteps ? block_.first[kEach - 1] + 4 * (j - kSteps) : first_ + 4 * j;
+    return p_.weight + piece * 64 + 8 * (block_.lane & 3);
   }
 
-  __device__ __forceinline__ void Reduce(const Place& place) {
-    __shared__ float squares_of_chunks[kMostRowsEach][2][kSliceChunks];
-    // The row lies here in every rank's block, also in this one's.
-    const size_t offset = BufferOf(peers, number_) + static_cast<size_t>(place.row) * p.n * sizeof(bf16);
-    const int lane = threadIdx.x & 31, odd = lane & 1, at = place.pair, row = place.row;
-    const int own_row = static_cast<int>(threadIdx.x) / kRowThreads;
-    float v[4], r[4];
-    for (int base = 0; base < peers.size; base += kBatch) {
-      uint2 values[kBatch];
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (base + k < peers.size)
-          values[k] = LoadPeer(reinterpret_cast<const uint2*>(peers.blocks[base + k] + offset) + at);
-      }
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (base + k >= peers.size) break;
-        Unpack4(r, values[k]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = base + k == 0 ? r[i] : v[i] + r[i];
-      }
-    }
-    Unpack4(r, before_);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = Rounded<bf16>(Rounded<bf16>(v[i]) + r[i]);
-    // Squares8, its second half in the odd lane.
-    const auto add_squares = [&](float sum) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum = fmaf(v[i], v[i], sum);
-      return sum;
-    };
-    const float of_even = __shfl_up_sync(~0u, add_squares(0.0f), 1);
-    const int in_row = static_cast<int>(threadIdx.x) % kRowThreads, pair = in_row / 2;
-    if (odd == 1) squares_of_chunks[own_row][pair / kSliceChunks][pair % kSliceChunks] = add_squares(of_even);
-    NamedBarrier(1 + own_row, kRowThreads);
-    uint32_t* const mailed = mail_->squares + row * kIpcMailSquares;
-    if (in_row < kSliceChunks) {  // two warps, each for one of rms_norm's
-      const float sum =
-          WarpSum(squares_of_chunks[own_row][0][in_row] + squares_of_chunks[own_row][1][in_row]);
-      const int warp = 2 * Slice() + in_row / 32, warps = 2 * p.slices;
-      // Not negative; a NaN must not have all bits set.
-      if (lane == 0) PostMail(mailed + warp % 4 * 4 + warp / 4, __float_as_uint(sum) & 0x7fffffffu);
-      if (warp == 0 && lane >= warps && lane < kIpcMailSquares)
-        PostMail(mailed + lane % 4 * 4 + lane / 4, 0u);
-    }
-    reinterpret_cast<uint2*>(p.residual + row * p.residual_stride)[at] = Pack4(v);
-    const uint2 weight = reinterpret_cast<const uint2*>(p.weight)[at];
-    uint4 all = LoadMail(mailed + 4 * (lane & 3));
-    for (int looks = 0; __any_sync(~0u, !HasCome(all)) && !GivenUp(looks); ++looks)
-      all = LoadMail(mailed + 4 * (lane & 3));
-    // WarpSum of one of the sums a lane.
-    float sum =
-        (__uint_as_float(all.x) + __uint_as_float(all.z)) + (__uint_as_float(all.y) + __uint_as_float(all.w));
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    const float factor = rsqrtf(sum / static_cast<float>(p.n) + p.eps);
-    Unpack4(r, weight);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = r[i] * Rounded<bf16>(v[i] * factor);
-    const uint2 normed = Pack4(v);
-    PostMail(mail_->x + PlaceOf(row, at / 8, at / 2 % 4) + 2 * odd, normed);
-    reinterpret_cast<uint2*>(p.out + row * p.out_stride)[at] = normed;
-  }
-
-  const IpcPeers& peers;
-  const ReduceParams& p;
-  IpcMail* mail_;
-  uint32_t number_;  // of a block that reduces, as what follows
-  uint2 before_;     // values of the residual
+  const ReduceParams& p_;
+  const WholeBlock<S>& block_;
+  const IpcMail* const mail_;
+  const int row_;
+  const uint32_t* from_;
+  int first_, count_;  // of the group's share, from its first step on
+  float factor_;
+  uint4 in_[kSlots][2] = {};
+  uint4 weights_[kKeepsWeights ? kSlots : 1][2] = {};
 };
 
-using FourShares = WholeShape<2, 1, 3, 4, 4>;
-using EightShares = WholeShape<1, 2, 3, 1, 4>;
+// Moves the sums from a group's columns to the next one's: kRows on.
+template <int kRows, int kHalves>
+__device__ __forceinline__ void MoveOn(float (&acc)[4], int from_group) {
+  if constexpr (kRows == 1) {
+#pragma unroll
+    for (int c = 0; c < 2 * kHalves; c += 2) {
+      if (from_group % 2 == 0) {
+        acc[c + 1] = acc[c];
+      } else {
+        acc[c] = __shfl_up_sync(~0u, acc[c + 1], 1);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < 2 * kHalves; ++c) acc[c] = __shfl_up_sync(~0u, acc[c], kRows / 2);
+  }
+}
+
+template <typename S, int kRows>
+__global__ void __launch_bounds__(S::kThreads, 1)
+    SumAndMultiplyKernel(const __grid_constant__ StreamParams p, const __grid_constant__ ReduceParams r) {
+  using X = Inputs<S, kRows>;
+  constexpr int kEach = S::kEach, kOnChip = WholeBlock<S>::kOnChip;
+  extern __shared__ uint4 shared[];
+  LaunchDependents();
+  WholeBlock<S> block(p, shared);
+  Reducer reducer(r);
+  const bool owner = reducer.IsOwner();
+  if (owner) reducer.Show();
+  block.FillRing(!owner);
+  block.Hold(!owner);
+  if (!owner) WaitForPrevious();
+  const uint32_t use = r.peers.local->mails[blockIdx.x] + 1;
+  IpcMail* const mail = r.peers.mails + (use & 1);
+  X x(r, block, mail);
+  if (owner) reducer.Sum(mail);
+  uint4* const other = reinterpret_cast<uint4*>(r.peers.mails + (~use & 1));
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < sizeof(IpcMail) / sizeof(uint4);
+       i += gridDim.x * blockDim.x) {
+    other[i] = make_uint4(kNotThere, kNotThere, kNotThere, kNotThere);
+  }
+  __shared__ float factors[kIpcMailRows];
+  if (block.warp == 0) {
+    uint4 squares = make_uint4(0, 0, 0, 0);
+    for (int looks = 0; !GivenUp(r, looks); ++looks) {
+      if constexpr (kRows <= kFewRows) {
+        if (*static_cast<const volatile uint32_t*>(mail->bell) != kNotThere) break;
+      } else {
+        if (block.lane / 4 < r.rows) squares = LoadMail(mail->squares + 4 * block.lane);
+        if (__all_sync(~0u, HasCome(squares))) break;
+      }
+    }
+    if constexpr (kRows > kFewRows) {
+      const float factor = Factor(r, squares);
+      if (block.lane % 4 == 0) factors[block.lane / 4] = factor;
+    }
+  }
+  __syncthreads();
+  WriteOwn(r.peers.local->mails, gridDim.x, use);
+
+  if constexpr (kRows <= kFewRows) {
+    x.LoadWeights();
+    x.Get(0);
+    const float factor = x.FactorOf(reducer.Row());
+    if (owner) reducer.WriteOut(factor);
+  } else {
+    if (owner) reducer.WriteOut(factors[reducer.Row() % kIpcMailRows]);
+    x.Get(factors[block.lane / 4 % kRows]);
+  }
+#pragma unroll
+  for (int step = 0; step < kOnChip; ++step) {
+    if (step >= block.steps) break;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int i = e * X::kSteps + step;
+      if (i >= X::kFirst && i < X::kSlots) x.Settle(i);
+      if (i < X::kSlots) x.Normalise(i);
+      if (step > 0 && X::GroupOf(i) != X::GroupOf(i - 1))
+        MoveOn<kRows, S::kHalves>(block.acc[e], X::GroupOf(i - 1));
+    }
+    const auto of = [&](int e, int half) -> const uint4& { return x.Of(e * X::kSteps + step, half); };
+    if (step < S::kHeld) {
+      block.MultiplyHeld(step, of);
+    } else {
+      block.MultiplyRing(step, step - S::kHeld, of);
+      CopyAsyncCommit();
+    }
+    if (step < 2) x.LoadMore(step);
+  }
+  block.Finish([&](int e, int c) {
+    const int last = e * X::kSteps + max(block.count[e] - 1, 0);
+    const unsigned row = 2 * (block.lane & 3) + (c & 1) - X::GroupOf(last) * kRows;
+    return row < kRows ? row : static_cast<unsigned>(kWholeRows);
+  });
+}
+
+using FourShares = WholeShape<2, 1, 3, 4, 1, true>;
+using EightShares = WholeShape<1, 2, 3, 1, 1, true>;
 
 struct Plan {
   StreamParams gemm;
@@ -271,23 +304,27 @@ cudaError_t IpcReduceNormGemm(const IpcPeers& peers, const kernels::RmsNormArgs&
                               const kernels::GemmArgs& gemm, cudaStream_t stream) {
   Plan plan;
   if (!MakePlan(peers, norm, gemm, &plan)) return cudaErrorInvalidValue;
-  XOfRanks x{};
-  x.peers = peers;
-  x.reduce = {Data<bf16>(norm.x),
-              Data<bf16>(norm.residual),
-              norm.residual.stride,
-              reinterpret_cast<const bf16*>(norm.weight),
-              norm.eps,
-              static_cast<int>(norm.x.rows),
-              static_cast<int>(norm.x.cols),
-              Data<bf16>(norm.out),
-              norm.out.stride,
-              plan.slices,
-              plan.rows_each,
-              plan.owners};
+  const ReduceParams reduce{peers,
+                            Data<bf16>(norm.x),
+                            Data<bf16>(norm.residual),
+                            norm.residual.stride,
+                            reinterpret_cast<const bf16*>(norm.weight),
+                            norm.eps,
+                            static_cast<int>(norm.x.rows),
+                            static_cast<int>(norm.x.cols),
+                            Data<bf16>(norm.out),
+                            norm.out.stride,
+                            plan.slices,
+                            plan.rows_each,
+                            plan.owners};
   const auto launch = [&]<typename S>(S) {
-    return LaunchAfter(Launch{stream}, WholeKernel<S, XOfRanks>, dim3(plan.tiles), dim3(S::kThreads),
-                       S::kShared, plan.gemm, x);
+    const auto with = [&](auto* kernel) {
+      return LaunchAfter(Launch{stream}, kernel, dim3(plan.tiles), dim3(S::kThreads), S::kShared, plan.gemm,
+                         reduce);
+    };
+    if (reduce.rows == 1) return with(SumAndMultiplyKernel<S, 1>);
+    if (reduce.rows == 2) return with(SumAndMultiplyKernel<S, 2>);
+    return reduce.rows <= 4 ? with(SumAndMultiplyKernel<S, 4>) : with(SumAndMultiplyKernel<S, 8>);
   };
   return plan.gemm.splits == 8 ? launch(EightShares{}) : launch(FourShares{});
 }
