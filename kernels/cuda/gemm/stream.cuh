@@ -21,14 +21,6 @@
 
 namespace kdt::cuda {
 
-// Lanes of a warp that say it has read a round of x. One is enough behind __syncwarp(); for racecheck see
-// verify_attention/config.cuh.
-#ifdef KDT_EVERY_LANE_ARRIVES
-inline constexpr int kStreamArrivals = 32;
-#else
-inline constexpr int kStreamArrivals = 1;
-#endif
-
 // A matrix and where its products go.
 struct StreamPart {
   const bf16* w;
@@ -278,7 +270,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
   const uint32_t full = SharedAddress(barriers), empty = full + 8 * kRounds;
   if (threadIdx.x < kRounds) {
     BarrierInit(full + 8 * threadIdx.x, 32);
-    BarrierInit(empty + 8 * threadIdx.x, S::kWarps * kStreamArrivals);
+    BarrierInit(empty + 8 * threadIdx.x, S::kWarps * 32);
   }
 
   // Outputs past the end repeat the last one; what they give is not stored. Of a last piece of 32 inputs the
@@ -371,8 +363,7 @@ __global__ void __launch_bounds__(S::kThreads, kBlocks)
           }
         }
       }
-      __syncwarp();
-      if (kStreamArrivals == 32 || lane == 0) BarrierArrive(empty + 8 * x_slot);
+      BarrierArrive(empty + 8 * x_slot);
       if (++x_slot == kRounds) x_slot = 0, turn ^= 1;
       filled = slot;
       slot = slot + 1 == kDepth ? 0 : slot + 1;

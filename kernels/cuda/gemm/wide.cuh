@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int first = pieces * split / p.splits + k_warp;  // piece first + 4 i is this warp's i-th
   const int end = pieces * (split + 1) / p.splits;
   const int count = end > first ? (end - first + 3) / 4 : 0;
+  const int most = (end - first + k_warp + 3) / 4;  // the count of the first of these warps
 
   // W: of a piece a lane has 16 bytes of either half of rows g and g + 8 (gated: of gate and of up).
   const int first_w = part.gated ? (block_out + first_out) / 2 : block_out + first_out;
@@ -138,6 +139,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   }
 
+  // As many barriers in all warps: racecheck does not take a barrier of the block for one between warps that
+  // have been at unlike numbers of them.
+  if (count < most) NamedBarrier(1 + k_warp, S::kGroup);
   CopyAsyncWait();
   float* const sums = reinterpret_cast<float*>(shared);
   __syncthreads();
