@@ -20,11 +20,11 @@ constexpr float kLog2E = 1.44269504f;
 using Small = VerifyConfig<1, 1, 5, 2, 2>;   // up to 16
 using Middle = VerifyConfig<2, 1, 4, 2, 2>;  // up to 32
 using Large = VerifyConfig<2, 2, 4, 1, 1>;   // more, in tiles of 64
-// Up to 64 in a lone sequence of fewer than kNarrowBelow keys, in tiles of 32: there the queries that every
-// block reads and the results of a split are most of what is moved. In the kernel of Large, as the length is
-// not known when it is launched.
+// Up to 64 or 128 in a lone sequence of few keys, in tiles of 32: there the queries that every block reads
+// and the results of a split are most of what is moved. In the kernel of Large, as the length is not known
+// when it is launched.
 using Narrow = VerifyConfig<1, 2, 4, 1, 1, Large::kFullAt>;
-constexpr int kNarrowBelow = 9216;
+constexpr int kNarrowBelow = 9216, kTilesNarrowBelow = 4352;  // keys; the latter for more than 64 query rows
 constexpr int kSmallQueries = Small::kTileRows, kMiddleQueries = Middle::kTileRows;
 
 // One launch of a partial kernel: a class, and how many items and query tiles it can have at most.
@@ -72,7 +72,7 @@ class Layout {
     const int64_t above = classes_.count == 0 ? 1 : kSmallQueries + 1;
     if (most <= kMiddleQueries) {
       Add<Middle>(above, most);
-    } else if (args.sequences == 1 && most <= Large::kTileRows && args.split_keys == 0) {
+    } else if (args.sequences == 1 && most <= 2 * Large::kTileRows && args.split_keys == 0) {
       Add<Large, Narrow>(above, most);
     } else {
       Add<Large>(above, kQueryLimit);
@@ -108,8 +108,9 @@ class Layout {
     if (args_.split_keys > 0)
       return RunReduce<8, 1>(params, rows_of_tiles);  // the order of the sum is part of the bits
     if (rows <= kSmallQueries) return RunReduce<8, 4>(params, rows_of_tiles);
-    if (rows <= tile) return RunReduce<16, 1>(params, rows_of_tiles);
-    if (rows <= 2 * tile) return RunReduce<8, 1>(params, rows_of_tiles);
+    if (rows <= kMiddleQueries) return RunReduce<16, 1>(params, rows_of_tiles);
+    if (rows <= tile) return RunReduce<16, 1, true>(params, rows_of_tiles);
+    if (rows <= 2 * tile) return RunReduce<8, 1, true>(params, rows_of_tiles);
     return RunReduce<4, 1>(params, rows_of_tiles);
   }
 
@@ -127,7 +128,7 @@ class Layout {
     to.min_queries = static_cast<int>(min);
     to.max_queries = static_cast<int>(max);
     to.tile_shift = C::kTileShift;
-    to.narrow_below = std::is_void_v<N> ? 0 : kNarrowBelow;
+    to.narrow_below = std::is_void_v<N> ? 0 : queries <= C::kTileRows ? kNarrowBelow : kTilesNarrowBelow;
     to.slots = Slots<C, N>(launch_);
     to.own_length_only = args_.split_keys > 0;
     to.min_split_keys = C::kTileRows == kSmallQueries ? kSmallSplitKeys
@@ -146,13 +147,13 @@ class Layout {
     parts_[classes_.count++] = {tiles, items, C::kTileRows, RunPartial<C, N>};
   }
 
-  template <int kWarps, int kParts>
+  template <int kWarps, int kParts, bool kLean = false>
   cudaError_t RunReduce(const VerifyParams& params, int64_t rows_of_tiles) {
-    constexpr int kBlocks = kWarps == 16 ? 1 : kWarps == 8 ? 2 : 4;  // a multiprocessor holds at once
+    using S = ReduceShape<kWarps, kParts, kLean>;
     const int64_t blocks =
-        std::min<int64_t>(rows_of_tiles * 2 * kParts, int64_t{kBlocks} * launch_.processors);
-    return LaunchAfter(launch_, VerifyReduce<ReduceShape<kWarps, kParts>>,
-                       dim3(static_cast<unsigned>(blocks)), dim3(32 * kWarps), 0, params, classes_);
+        std::min<int64_t>(rows_of_tiles * 2 * kParts, int64_t{S::kBlocks} * launch_.processors);
+    return LaunchAfter(launch_, VerifyReduce<S>, dim3(static_cast<unsigned>(blocks)), dim3(32 * kWarps), 0,
+                       params, classes_);
   }
 
   const Launch& launch_;

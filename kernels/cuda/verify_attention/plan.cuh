@@ -34,9 +34,11 @@ __device__ inline int RowOf(const VerifyParams& p, int flat) {
 // Lengths are counted in tiles of keys, so that all products fit 32 bits (262144 tokens are 16384 tiles).
 __device__ inline int KeyTiles(int length) { return (length + kTileKeys - 1) / kTileKeys; }
 
-// First key of split `split` of `splits`: splits are cut at whole tiles.
+// First key of split `split` of `splits`: splits are cut at whole tiles. The first ones are the longer ones,
+// for their blocks start first.
 __device__ inline int SplitBegin(int length, int split, int splits) {
-  return min(static_cast<int>(static_cast<unsigned>(KeyTiles(length)) * split / splits) * kTileKeys, length);
+  const int tiles = KeyTiles(length), each = static_cast<unsigned>(tiles) / splits;
+  return min((split * each + min(split, tiles - each * splits)) * kTileKeys, length);
 }
 
 // One whole warp calls everything here. Lane i holds sequence first + i.

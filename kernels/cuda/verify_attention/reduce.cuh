@@ -12,21 +12,27 @@
 namespace kdt::cuda {
 
 inline constexpr int kMaxSplits = 512;
-// Splits a lane has in flight at most: a chip's worth of them over the warps and their parts.
+// Splits a lane has in flight at most: a chip's worth of them over the warps and their parts, or less.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-template <int kParts>
-inline constexpr int kAtOnce = kParts == 1 ? 9 : 6;
+template <class S>
+inline constexpr int kAtOnce = S::kLean         ? 5
+                               : S::kParts == 1 ? 9
+                                                : 6;
 #else
-template <int kParts>
-inline constexpr int kAtOnce = 9;
+template <class S>
+inline constexpr int kAtOnce = S::kLean ? 5 : 9;
 #endif
 
 // How a block merges: kWarps warps share a piece's splits; a piece is 8 / kParts rows x 32 columns, so that
-// few rows occupy many multiprocessors, and a warp takes kParts splits at a time.
-template <int kWarps_, int kParts_>
+// few rows occupy many multiprocessors, and a warp takes kParts splits at a time. With kLean a block leaves a
+// quarter of the registers, so that blocks of the kernel behind settle down beside it.
+template <int kWarps_, int kParts_, bool kLean_>
 struct ReduceShape {
   static constexpr int kWarps = kWarps_, kParts = kParts_;
-  static constexpr int kLanes = 32 / kParts;  // that hold a piece: a row in four
+  static constexpr bool kLean = kLean_;
+  static constexpr int kBlocks = 16 / kWarps;                       // a multiprocessor holds at once
+  static constexpr int kBound = 32 * kWarps * (kLean ? 5 : 4) / 4;  // threads with as many registers
+  static constexpr int kLanes = 32 / kParts;                        // that hold a piece: a row in four
 };
 template <class S>
 struct ReduceShared {
@@ -134,9 +140,9 @@ __device__ void MergePiece(const VerifyParams& p, const VerifyClass& from, const
   MergedSplits<kHalves> merged;
   constexpr int kStride = S::kWarps * S::kParts;
 #pragma unroll 1
-  for (int s = warp * S::kParts + lane / S::kLanes; s < it.splits; s += kAtOnce<S::kParts> * kStride)
-    merged.template Add<kAtOnce<S::kParts>, kStride>(ml_from, ml_step, from.partial + first_value,
-                                                     from.partial_low + first_value, step, s, it.splits);
+  for (int s = warp * S::kParts + lane / S::kLanes; s < it.splits; s += kAtOnce<S> * kStride)
+    merged.template Add<kAtOnce<S>, kStride>(ml_from, ml_step, from.partial + first_value,
+                                             from.partial_low + first_value, step, s, it.splits);
   __syncwarp();
 #pragma unroll
   for (int other = S::kLanes; other < 32; other *= 2) merged.AddLane(other);
@@ -172,7 +178,7 @@ __device__ void MergePiece(const VerifyParams& p, const VerifyClass& from, const
 
 // Blocks walk over the pieces of all classes.
 template <class S>
-__global__ void __launch_bounds__(32 * S::kWarps)
+__global__ void __launch_bounds__(S::kBound, S::kBlocks)
     VerifyReduce(const __grid_constant__ VerifyParams p, const __grid_constant__ VerifyClasses classes) {
   __shared__ ReduceShared<S> shared;
   LaunchDependents();
@@ -187,8 +193,20 @@ __global__ void __launch_bounds__(32 * S::kWarps)
     for (; index < pieces; index += gridDim.x) {
       const Item it = planner.Find(index / tile_pieces, true);
       if (it.splits == 1) continue;
-      __syncthreads();  // the piece before has been written
       const int piece = index & (tile_pieces - 1);
+      if constexpr (S::kParts == 4) {
+        // Eight query rows and few splits: two pieces in one, whose splits still are all on their way at
+        // once.
+        using Two = ReduceShape<S::kWarps, 2, S::kLean>;
+        if (it.rows * p.heads <= 8 && it.splits <= kAtOnce<Two> * 2 * S::kWarps) {
+          __shared__ ReduceShared<Two> of_two;
+          if (piece % 2 != 0) continue;
+          __syncthreads();
+          MergePiece<Two, false>(p, from, it, piece / 2, of_two, waited);
+          continue;
+        }
+      }
+      __syncthreads();  // the piece before has been written
       if (from.halves) {
         MergePiece<S, true>(p, from, it, piece, shared, waited);
       } else {
