@@ -9,16 +9,15 @@
 // reduces shows its values before it asks for any W, and then asks for all of it, to be done when the others
 // come.
 //
-// From the blocks that reduce to all others values go by IpcMail, where each word tells by itself whether it
-// is there, so that no flag and no fence stands between: the sums, and for each warp of rms_norm the sum
-// of its squares. Every block normalises what it reads. Until it is time to look for the rows one warp of a
-// block looks for something small, so that the looks of two thousand warps are not in the way of what they
-// wait for: with few rows for the bell, which rings with the first sums, else for all squares.
+// Between the blocks of a rank values go by IpcMail, where each word tells by itself whether it is there, so
+// that no flag and no fence stands between: first the sums of squares, among the blocks that reduce; then the
+// normalised rows, to all. Until it is time to look for the rows one thread of a block looks for the bell,
+// so that the looks of two thousand warps are not in the way of what they wait for.
 //
 // Lane (g, t) of a warp has a product's inputs 8 t, ... of row g. With less than eight rows there are lanes
 // left, and a warp's steps are dealt out to them: lane g has row g % kRows, and of all steps (of all shares,
 // one share after the other) those of its group g / kRows, kRows steps. So kRows steps' registers take all of
-// x, and each value is normalised once. The sums of a share stand in the columns of the group whose step it
+// x. The sums of a share stand in the columns of the group whose step it
 // is, and move on to the next group's.
 //
 // Why this cannot stand still. Blocks wait for the first ones of their own kernel, which must be running, and
@@ -39,16 +38,6 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int kFewRows = 2;  // so many rows' looks are cheap
-
-// Through L1; not before the place where it stands, since there are no registers for it.
-__device__ __forceinline__ uint4 LoadConstant(const void* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
-}
 // A lane's inputs of a warp's products, as the head of this file says.
 template <typename S, int kRows>
 class Inputs {
@@ -69,15 +58,6 @@ class Inputs {
     count_ = row_ < p_.rows ? (second ? block.count[kEach - 1] : block.count[0]) - place % kSteps : 0;
   }
 
-  // norm's weights, where they are few.
-  __device__ __forceinline__ void LoadWeights() {
-#pragma unroll
-    for (int j = 0; j < (kKeepsWeights ? kSlots : 0); ++j) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (Has(j)) weights_[j][half] = LoadStreamed(Weight(j) + 32 * half);
-    }
-  }
   __device__ __forceinline__ void Load(int j) {
     if (!Has(j)) return;
 #pragma unroll
@@ -86,25 +66,17 @@ class Inputs {
   __device__ __forceinline__ bool IsThere(int j) const {
     return !Has(j) || (HasCome(in_[j][0]) && HasCome(in_[j][1]));
   }
-  // The first kFirst; and the row's factor, unless it is known.
-  __device__ __forceinline__ void Get(float factor) {
-    factor_ = factor;
-    uint4 squares = make_uint4(0, 0, 0, 0);
+  // Waits for the first kFirst.
+  __device__ __forceinline__ void Get() {
     for (int looks = 0;; ++looks) {
-      if (kRows <= kFewRows && row_ < p_.rows)
-        squares = LoadMail(mail_->squares + row_ * kIpcMailSquares + 4 * (block_.lane & 3));
-      bool there = HasCome(squares);
+      bool there = true;
 #pragma unroll
       for (int j = 0; j < kFirst; ++j) Load(j);
 #pragma unroll
       for (int j = 0; j < kFirst; ++j) there = there && IsThere(j);
       if (__all_sync(~0u, there) || GivenUp(p_, looks)) break;
     }
-    if (kRows <= kFewRows) factor_ = Factor(p_, squares);
   }
-  // Of any row, for all lanes together.
-  __device__ __forceinline__ float FactorOf(int row) const { return __shfl_sync(~0u, factor_, 4 * row); }
-
   // Behind step 0 and step 1.
   __device__ __forceinline__ void LoadMore(int step) {
 #pragma unroll
@@ -114,29 +86,12 @@ class Inputs {
   __device__ __forceinline__ void Settle(int j) {
     for (int looks = 0; !__all_sync(~0u, IsThere(j)) && !GivenUp(p_, looks); ++looks) Load(j);
   }
-  __device__ __forceinline__ void Normalise(int j) {
-    uint4(&in)[2] = in_[j];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint4 weight = make_uint4(0, 0, 0, 0);
-      if constexpr (kKeepsWeights) {
-        weight = weights_[j][half];
-      } else if (Has(j)) {
-        weight = LoadConstant(Weight(j) + 32 * half);
-      }
-      in[half] =
-          make_uint4(ScalePair(in[half].x, factor_, weight.x), ScalePair(in[half].y, factor_, weight.y),
-                     ScalePair(in[half].z, factor_, weight.z), ScalePair(in[half].w, factor_, weight.w));
-    }
-  }
   // Of place i = kSteps e + step of all steps.
   static __device__ constexpr int GroupOf(int i) { return i / kRows; }
   __device__ __forceinline__ const uint4& Of(int i, int half) const { return in_[i % kSlots][half]; }
 
  private:
-  static constexpr bool kKeepsWeights = kRows <= kFewRows;
-
-  // Slot j (or what follows in it where it rolls): with eight rows there is one group, which has both shares.
+  // Slot j: with eight rows there is one group, which has both shares.
   __device__ __forceinline__ bool Has(int j) const {
     if (kRows == 8 && j >= kSteps) return row_ < p_.rows && j - kSteps < block_.count[kEach - 1];
     return j < count_;
@@ -147,20 +102,13 @@ class Inputs {
              PlaceOf(0, 8 * (j - kSteps), 0);
     return from_ + PlaceOf(0, 8 * j, 0);
   }
-  __device__ __forceinline__ const bf16* Weight(int j) const {
-    const int piece = kRows == 8 && j >= kSteps ? block_.first[kEach - 1] + 4 * (j - kSteps) : first_ + 4 * j;
-    return p_.weight + piece * 64 + 8 * (block_.lane & 3);
-  }
-
   const ReduceParams& p_;
   const WholeBlock<S>& block_;
   const IpcMail* const mail_;
   const int row_;
   const uint32_t* from_;
   int first_, count_;  // of the group's share, from its first step on
-  float factor_;
   uint4 in_[kSlots][2] = {};
-  uint4 weights_[kKeepsWeights ? kSlots : 1][2] = {};
 };
 
 // Moves the sums from a group's columns to the next one's: kRows on.
@@ -204,34 +152,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
        i += gridDim.x * blockDim.x) {
     other[i] = make_uint4(kNotThere, kNotThere, kNotThere, kNotThere);
   }
-  __shared__ float factors[kIpcMailRows];
-  if (block.warp == 0) {
-    uint4 squares = make_uint4(0, 0, 0, 0);
-    for (int looks = 0; !GivenUp(r, looks); ++looks) {
-      if constexpr (kRows <= kFewRows) {
-        if (*static_cast<const volatile uint32_t*>(mail->bell) != kNotThere) break;
-      } else {
-        if (block.lane / 4 < r.rows) squares = LoadMail(mail->squares + 4 * block.lane);
-        if (__all_sync(~0u, HasCome(squares))) break;
-      }
-    }
-    if constexpr (kRows > kFewRows) {
-      const float factor = Factor(r, squares);
-      if (block.lane % 4 == 0) factors[block.lane / 4] = factor;
+  if (threadIdx.x == 0) {
+    for (int looks = 0; *static_cast<const volatile uint32_t*>(mail->bell) == kNotThere; ++looks) {
+      if (GivenUp(r, looks)) break;
     }
   }
   __syncthreads();
   WriteOwn(r.peers.local->mails, gridDim.x, use);
 
-  if constexpr (kRows <= kFewRows) {
-    x.LoadWeights();
-    x.Get(0);
-    const float factor = x.FactorOf(reducer.Row());
-    if (owner) reducer.WriteOut(factor);
-  } else {
-    if (owner) reducer.WriteOut(factors[reducer.Row() % kIpcMailRows]);
-    x.Get(factors[block.lane / 4 % kRows]);
-  }
+  x.Get();
 #pragma unroll
   for (int step = 0; step < kOnChip; ++step) {
     if (step >= block.steps) break;
@@ -239,7 +168,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     for (int e = 0; e < kEach; ++e) {
       const int i = e * X::kSteps + step;
       if (i >= X::kFirst && i < X::kSlots) x.Settle(i);
-      if (i < X::kSlots) x.Normalise(i);
       if (step > 0 && X::GroupOf(i) != X::GroupOf(i - 1))
         MoveOn<kRows, S::kHalves>(block.acc[e], X::GroupOf(i - 1));
     }

@@ -118,9 +118,7 @@ class Reducer {
     Unpack4(r, before_);
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = Rounded<bf16>(Rounded<bf16>(v[i]) + r[i]);
-    sums_ = {PackBf16(v[0], v[1]), PackBf16(v[2], v[3])};
-    PostMail(mail->x + PlaceOf(row, at / 8, at / 2 % 4) + 2 * odd, sums_);
-    if (blockIdx.x == 0 && threadIdx.x == 0) PostMail(mail->bell, 0);
+    const uint2 sums = {PackBf16(v[0], v[1]), PackBf16(v[2], v[3])};
     // Squares8, its second half in the odd lane.
     const auto add_squares = [&](float sum) {
 #pragma unroll
@@ -142,20 +140,19 @@ class Reducer {
       if (warp == 0 && lane >= warps && lane < kIpcMailSquares)
         PostMail(squares + lane % 4 * 4 + lane / 4, 0u);
     }
-    reinterpret_cast<uint2*>(p.residual + row * p.residual_stride)[at] = sums_;
-    weight_ = __ldg(reinterpret_cast<const uint2*>(p.weight) + at);
+    reinterpret_cast<uint2*>(p.residual + row * p.residual_stride)[at] = sums;
+    if (blockIdx.x == 0 && threadIdx.x == 0) PostMail(mail->bell, 0);
+    const uint2 weight = __ldg(reinterpret_cast<const uint2*>(p.weight) + at);
+    const uint32_t* const squares = mail->squares + row * kIpcMailSquares + 4 * (lane & 3);
+    uint4 all = LoadMail(squares);
+    for (int looks = 0; __any_sync(~0u, !HasCome(all)) && !GivenUp(p, looks); ++looks)
+      all = LoadMail(squares);
+    const float factor = Factor(p, all);
+    const uint2 normed = {ScalePair(sums.x, factor, weight.x), ScalePair(sums.y, factor, weight.y)};
+    PostMail(mail->x + PlaceOf(row, at / 8, at / 2 % 4) + 2 * odd, normed);
+    reinterpret_cast<uint2*>(p.out + row * p.out_stride)[at] = normed;
   }
 
-  // What is left to do when the row's factor is known: norm.out.
-  __device__ __forceinline__ void WriteOut(float factor) const {
-    if (!Reduces()) return;
-    reinterpret_cast<uint2*>(p.out + Row() * p.out_stride)[At()] = {ScalePair(sums_.x, factor, weight_.x),
-                                                                    ScalePair(sums_.y, factor, weight_.y)};
-  }
-
-  __device__ __forceinline__ int Row() const {
-    return static_cast<int>(blockIdx.x) / p.slices * p.rows_each + OwnRow();
-  }
   __device__ __forceinline__ bool IsOwner() const { return static_cast<int>(blockIdx.x) < p.owners; }
 
  private:
@@ -166,6 +163,9 @@ class Reducer {
   }
   __device__ __forceinline__ int Slice() const { return static_cast<int>(blockIdx.x) % p.slices; }
   __device__ __forceinline__ int OwnRow() const { return static_cast<int>(threadIdx.x) / kRowThreads; }
+  __device__ __forceinline__ int Row() const {
+    return static_cast<int>(blockIdx.x) / p.slices * p.rows_each + OwnRow();
+  }
   __device__ __forceinline__ bool Reduces() const { return OwnRow() < p.rows_each && Row() < p.rows; }
   __device__ __forceinline__ int At() const {  // of fours of values in a row
     constexpr int kHalf = kRowThreads / 2;
@@ -176,7 +176,6 @@ class Reducer {
   const ReduceParams& p;
   uint32_t number_;
   uint2 before_;  // values of the residual
-  uint2 sums_, weight_;
 };
 
 }  // namespace kdt::cuda
