@@ -269,11 +269,12 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
     p.ids = args.expert_ids + first * args.top_k;
     p.weights = args.expert_weights + first * args.top_k;
     p.few_ids = p.top_k == kFewChoiceTopK && p.rows <= kFewChoiceRows && Aligned16(p.ids);
-    const Form form = !fit                                                        ? Form::kRagged
-                      : pairs > kSharedPairs                                      ? Form::kMost
-                      : pairs > kDirectPairs || p.rows > kFewRows                 ? Form::kMany
-                      : p.rows <= kFewestRows && pairs * w.inner <= kMoeMailWords ? Form::kFewest
-                                                                                  : Form::kFew;
+    const Form form = !fit                                        ? Form::kRagged
+                      : pairs > kSharedPairs                      ? Form::kMost
+                      : pairs > kDirectPairs || p.rows > kFewRows ? Form::kMany
+                      : p.rows <= kFewestRows && pairs <= kMailPairs && pairs * w.inner <= kMoeMailWords
+                          ? Form::kFewest
+                          : Form::kFew;
     p.product = static_cast<float*>(launch.workspace);
     p.activation = reinterpret_cast<bf16*>(p.product + pairs * w.hidden);
     p.pairs = reinterpret_cast<uint16_t*>(p.activation + pairs * w.inner);

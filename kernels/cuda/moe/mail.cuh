@@ -37,4 +37,29 @@ __device__ __forceinline__ void ReadMail(Inputs& inputs, const unsigned* mail, i
   }
 }
 
+// All kMailRow values of a pair to shared memory, when they are there.
+inline constexpr int kMailRow = 256;
+__device__ __forceinline__ void ReadMailRow(float* to, const unsigned* mail, int pair, unsigned launch,
+                                            int lane) {
+  const unsigned* const from = mail + pair * kMailRow + lane * 4;
+  uint64_t word[4];
+  bool there;
+  do {
+    there = true;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];"
+                   : "=l"(word[i]), "=l"(word[i + 1])
+                   : "l"(from + i * 64)
+                   : "memory");
+      there = there && static_cast<uint32_t>(word[i] >> 32) == launch &&
+              static_cast<uint32_t>(word[i + 1] >> 32) == launch;
+    }
+  } while (!__all_sync(~0u, there));
+  uint2* const row = reinterpret_cast<uint2*>(to) + lane;
+  row[0] = make_uint2(static_cast<uint32_t>(word[0]), static_cast<uint32_t>(word[1]));
+  row[32] = make_uint2(static_cast<uint32_t>(word[2]), static_cast<uint32_t>(word[3]));
+  __syncwarp();
+}
+
 }  // namespace kdt::cuda

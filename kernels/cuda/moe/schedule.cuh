@@ -41,7 +41,8 @@ enum class Form {
   kMost,    // as kMany, with lists of pairs in the workspace
   kRagged,  // as kMany, for any widths
 };
-inline constexpr int kFewestRows = 3, kFewRows = 8, kDirectPairs = 64;  // the most for kFewest and kFew
+inline constexpr int kFewestRows = 3, kMailPairs = 32;  // the most for kFewest
+inline constexpr int kFewRows = 8, kDirectPairs = 64;   // the most for kFew
 static_assert(kFewRows <= kDirectTeam);
 __host__ __device__ constexpr bool IsDirect(Form form) { return form == Form::kFewest || form == Form::kFew; }
 // How many warps choose for a row, where the choice is made here.

@@ -7,8 +7,11 @@
 
 namespace kdt::cuda {
 
-inline constexpr int kSumFloats = 256;      // of a warp for a tile
+inline constexpr int kSumFloats = 256;  // of a warp for a tile
+static_assert(kFewestRows * 32 <= kSumFloats / 2 && kMailRow * 2 == kSumFloats * 4 / 2 &&
+              kMailPairs / 4 * kDirectTeams <= kMoeWarps);
 inline constexpr int kNoMail = -(1 << 30);  // a place of a value that stays negative when added to
+inline constexpr int kRow = kNoMail - 1;    // values that lie in shared memory
 
 // What a warp needs now and then, for which there are no registers.
 struct WarpState {
@@ -185,14 +188,15 @@ class Worker {
                                        const Position& next, int next_groups, int next_second) {
     Weights weights;
     Inputs inputs;
-    if (kAll) LoadInputs<4>(inputs, x, mail, groups);
+    if (kAll) LoadInputs<4, 0>(inputs, x, mail, groups);
     Take<4>(weights, 0);
-    if (!kAll) LoadInputs<4>(inputs, x, mail, groups);  // there are no registers for it before
+    if (!kAll) LoadInputs<4, 0>(inputs, x, mail, groups);  // there are no registers for it before
     SendFirst(more, next, next_groups);
     Multiply<4>(acc, weights, Operands<4>(inputs, surplus_));
-    if (kAll) LoadInputs<kGroups - 4>(inputs, x + 4 * 32, mail + 4 * 16, groups - 4);
+    if (kAll) LoadInputs<kGroups - 4, 4>(inputs, x + 4 * 32, mail == kRow ? kRow : mail + 4 * 16, groups - 4);
     Take<kGroups - 4>(weights, 1);
-    if (!kAll) LoadInputs<kGroups - 4>(inputs, x + 4 * 32, mail + 4 * 16, groups - 4);
+    if (!kAll)
+      LoadInputs<kGroups - 4, 4>(inputs, x + 4 * 32, mail == kRow ? kRow : mail + 4 * 16, groups - 4);
     parity_ ^= 1;
     SendSecond(more, next, next_groups, next_second);
     Multiply<kGroups - 4>(acc, weights, Operands<kGroups - 4>(inputs, surplus_));
@@ -212,9 +216,14 @@ class Worker {
     SendSecond(more, next, kStep, next_second);
     Multiply<kSlotGroups>(acc[1], weights, operands);
   }
-  template <int kGroups>
+  // Groups of a step from kFirst on.
+  template <int kGroups, int kFirst>
   __device__ __forceinline__ void LoadInputs(Inputs& inputs, const bf16* x, int mail, int groups) const {
-    if (kMail && mail >= 0) {
+    if (kMail && mail == kRow) {
+      const uint32_t from = SharedAddress(RowOfWarp()) + kFirst * 64 + t_ * 16;
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) inputs.of[j] = LoadShared4U(from + j * 64);
+    } else if (kMail && mail >= 0) {
       ReadMail<kGroups, kAll>(inputs, Mail(), mail, groups, shared_.launch);
     } else {
       inputs.Load<kGroups, kAll>(x, groups);
@@ -423,7 +432,7 @@ class Worker {
   }
 
   __device__ __forceinline__ void Down() {
-    const int hidden = static_cast<int>(p_.w.hidden), inner = static_cast<int>(p_.w.inner);
+    const int inner = static_cast<int>(p_.w.inner);
     const int steps = (p_.inner_groups + kStep - 1) / kStep;
     if (kDirect) __syncthreads();              // the exchange becomes the products
     if (kDirect && state().next.tiles == 0) {  // more warps than experts
@@ -444,7 +453,7 @@ class Worker {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           const int column = 2 * t_ + odd;
-          to[odd] = column < left ? pairs_[begin + first + column] * (kDirect ? kTileRows : hidden) : -1;
+          to[odd] = column < left ? ProductAt(pairs_[begin + first + column]) : -1;
         }
         const auto store = [&](float* products, const float(&acc)[2][4]) {
 #pragma unroll
@@ -473,8 +482,8 @@ class Worker {
             at_ = next;
             x += kSlotGroups * 32;
           }
-          store(shared_.products[0] + g_, acc[0]);
-          store(shared_.products[1] + g_, acc[1]);
+          store(Products(0) + g_, acc[0]);
+          store(Products(1) + g_, acc[1]);
           break;
         }
 #pragma unroll 1
@@ -482,6 +491,11 @@ class Worker {
           float acc[2][4] = {};
           const bf16* x = inputs;
           int mail = kMail ? (mine * inner + 8 * t_) / 2 : kNoMail;
+          // A single row, of one step, with one way to L2.
+          if (kMail && left == 1 && p_.inner_groups == kStep) {
+            ReadMailRow(RowOfWarp(), Mail(), mine, shared_.launch, lane_);
+            mail = kRow;
+          }
           int groups_left = p_.inner_groups;
 #pragma unroll 1
           for (int step = steps; step > 0; --step) {
@@ -502,9 +516,9 @@ class Worker {
             Step<kStep>(acc, x, mail, groups, more, next, next_groups, next_second);
             at_ = next;
             x += kStep * 32;
-            mail += kStep * 16;
+            if (mail != kRow) mail += kStep * 16;
           }
-          store(kDirect ? shared_.products[kMail ? warp_ / kDirectTeam : 0] + g_
+          store(kDirect ? Products(kMail ? warp_ / kDirectTeam : 0) + g_
                         : p_.product + (cell.tile + tile) * kTileRows + g_,
                 acc);
         }
@@ -524,6 +538,18 @@ class Worker {
     __syncwarp();
   }
 
+  // Products of either of two tiles of down, by pair. With kMail half of the exchange is for RowOfWarp(), and
+  // a row of it has the products of four pairs.
+  __device__ __forceinline__ float* Products(int team) const {
+    return kMail ? shared_.exchange[team * (kMailPairs / 4)] : shared_.products[team];
+  }
+  __device__ __forceinline__ int ProductAt(int pair) const {
+    if (kMail) return pair / 4 * kSumFloats + pair % 4 * kTileRows;
+    return pair * (kDirect ? kTileRows : static_cast<int>(p_.w.hidden));
+  }
+  // With kMail: a place for the activations of a pair.
+  __device__ __forceinline__ float* RowOfWarp() const { return shared_.exchange[warp_] + kSumFloats / 2; }
+
   __device__ __forceinline__ void StoreOut(int64_t at, float value) const {
     if (p_.out_is_float) {
       static_cast<float*>(p_.out)[at] = value;
@@ -539,7 +565,7 @@ class Worker {
     const int row = tile < p_.down_tiles ? warp_ % kDirectTeam : kDirectTeam,
               column = tile * kTileRows + lane_;
     const int barrier = kMail ? 1 + warp_ / kDirectTeam : 1;
-    const float* const from = shared_.products[warp_ / kDirectTeam] + lane_;
+    const float* const from = Products(warp_ / kDirectTeam) + lane_;
     float sum = 0.0f, before = 0.0f;
     const int64_t at = row * p_.out_stride + column;
     if (p_.shared_pieces > 0) {
@@ -551,7 +577,7 @@ class Worker {
     if (row < p_.rows) {
       for (int k = 0; k < p_.top_k; ++k) {
         const int pair = row * p_.top_k + k;
-        if (choice().held >> pair & 1) sum = fmaf(choice().weights[pair], from[pair * kTileRows], sum);
+        if (choice().held >> pair & 1) sum = fmaf(choice().weights[pair], from[ProductAt(pair)], sum);
       }
       if (p_.accumulate) sum = before + sum;
       StoreOut(at, sum);
