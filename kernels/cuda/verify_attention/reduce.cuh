@@ -194,18 +194,6 @@ __global__ void __launch_bounds__(S::kBound, S::kBlocks)
       const Item it = planner.Find(index / tile_pieces, true);
       if (it.splits == 1) continue;
       const int piece = index & (tile_pieces - 1);
-      if constexpr (S::kParts == 4) {
-        // Eight query rows and few splits: two pieces in one, whose splits still are all on their way at
-        // once.
-        using Two = ReduceShape<S::kWarps, 2, S::kLean>;
-        if (it.rows * p.heads <= 8 && it.splits <= kAtOnce<Two> * 2 * S::kWarps) {
-          __shared__ ReduceShared<Two> of_two;
-          if (piece % 2 != 0) continue;
-          __syncthreads();
-          MergePiece<Two, false>(p, from, it, piece / 2, of_two, waited);
-          continue;
-        }
-      }
       __syncthreads();  // the piece before has been written
       if (from.halves) {
         MergePiece<S, true>(p, from, it, piece, shared, waited);
