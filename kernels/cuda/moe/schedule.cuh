@@ -25,7 +25,7 @@ inline constexpr int kSlices = kMoeWarps;
 inline constexpr int kSlicesEach = 4;  // slices a warp takes where there are many tiles
 inline constexpr int kMaxTeams = kSlicesEach;
 inline constexpr int kTickets = 4;     // of a team, in its ring
-inline constexpr int kDirectTeam = 8;  // warps that share the experts of a tile of down
+inline constexpr int kDirectTeam = 8;  // warps that sum a tile of down, and with kFewest make its products
 inline constexpr int kDirectTeams = kMoeWarps / kDirectTeam;
 inline constexpr int kStep = 8;            // groups a warp has in registers or under way
 inline constexpr int kGateStep = 7;        // the same in gate_up where widths fit
@@ -35,8 +35,9 @@ inline constexpr int kMaxBlocks = 256;
 
 // Forms of the kernel. Where `widths fit` every step of a warp has all its groups.
 enum class Form {
-  kFewest,  // a team is the whole block, activations go by mail (mail.cuh); else as kFew
-  kFew,     // a tile of down for all experts, summed in the block
+  kFewest,  // as kFew, but a team is the whole block, activations go by mail (mail.cuh), tiles are on their
+            // own
+  kFew,     // two tiles of down for all experts, summed in the block
   kMany,    // products go to memory, and a second kernel sums
   kMost,    // as kMany, with lists of pairs in the workspace
   kRagged,  // as kMany, for any widths
@@ -109,7 +110,7 @@ struct Runs {
 
   __device__ __forceinline__ void Plan(const MoeParams& p, const Choice& choice) {
     int run = 1;
-    while (run < 8 && choice.active * p.down_tiles >= static_cast<int>(gridDim.x) * (kMoeWarps * 3 * 2) * run)
+    while (run < 8 && choice.active * p.down_tiles >= static_cast<int>(gridDim.x) * (kMoeWarps * 5) * run)
       run *= 2;
     tiles = run;
     each = (p.down_tiles + run - 1) / run;
