@@ -120,6 +120,15 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
   worker.Run();
 }
 
+// Whether teams of four warps end about together: with few tiles of gate_up each (pairs of different
+// experts), many would stand idle while others take one more. Then the whole block takes each tile, which
+// costs a little more in the handing over of sums.
+bool TeamsAreBusy(const Launch& launch, int64_t tiles) {
+  const int64_t teams = static_cast<int64_t>(launch.processors) * SlicesEach(Form::kFew);
+  const int64_t turns = (tiles + teams - 1) / teams;
+  return tiles * 5 >= turns * teams * 4;
+}
+
 bool WidthsFit(const kernels::Int4Experts& w) {
   return w.hidden % (kSlices * kGateStep * 32) == 0 && w.inner % (kStep * 32) == 0;
 }
@@ -274,7 +283,8 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
                       : pairs > kDirectPairs || p.rows > kFewRows ? Form::kMany
                       : p.rows <= kFewestRows && pairs <= kMailPairs && pairs * w.inner <= kMoeMailWords
                           ? Form::kFewest
-                          : Form::kFew;
+                      : TeamsAreBusy(launch, pairs * p.gate_tiles) ? Form::kFew
+                                                                   : Form::kWhole;
     p.product = static_cast<float*>(launch.workspace);
     p.activation = reinterpret_cast<bf16*>(p.product + pairs * w.hidden);
     p.pairs = reinterpret_cast<uint16_t*>(p.activation + pairs * w.inner);
@@ -282,11 +292,12 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
     const int steps = SlicesEach(form) * p.slice_steps;
     p.take_at = std::min(steps, IsDirect(form) ? 1 : 2);
     p.draw_at = std::min(steps, p.take_at + 2);
-    const auto kernel = form == Form::kFewest ? MoeKernel<Form::kFewest>
-                        : form == Form::kFew  ? MoeKernel<Form::kFew>
-                        : form == Form::kMany ? MoeKernel<Form::kMany>
-                        : form == Form::kMost ? MoeKernel<Form::kMost>
-                                              : MoeKernel<Form::kRagged>;
+    const auto kernel = form == Form::kFewest  ? MoeKernel<Form::kFewest>
+                        : form == Form::kFew   ? MoeKernel<Form::kFew>
+                        : form == Form::kWhole ? MoeKernel<Form::kWhole>
+                        : form == Form::kMany  ? MoeKernel<Form::kMany>
+                        : form == Form::kMost  ? MoeKernel<Form::kMost>
+                                               : MoeKernel<Form::kRagged>;
     const cudaError_t error = LaunchAfter(
         launch, kernel, dim3(launch.processors), kMoeThreads,
         chooses ? kFewBytes + sizeof(Few) : MoeSharedBytes(form == Form::kMost ? 0 : static_cast<int>(pairs)),

@@ -38,6 +38,7 @@ enum class Form {
   kFewest,  // as kFew, but a team is the whole block, activations go by mail (mail.cuh), tiles are on their
             // own
   kFew,     // two tiles of down for all experts, summed in the block
+  kWhole,   // as kFew, but a team is the whole block
   kMany,    // products go to memory, and a second kernel sums
   kMost,    // as kMany, with lists of pairs in the workspace
   kRagged,  // as kMany, for any widths
@@ -45,13 +46,15 @@ enum class Form {
 inline constexpr int kFewestRows = 3, kMailPairs = 32;  // the most for kFewest
 inline constexpr int kFewRows = 8, kDirectPairs = 64;   // the most for kFew
 static_assert(kFewRows <= kDirectTeam);
-__host__ __device__ constexpr bool IsDirect(Form form) { return form == Form::kFewest || form == Form::kFew; }
+__host__ __device__ constexpr bool IsDirect(Form form) { return form <= Form::kWhole; }
 // How many warps choose for a row, where the choice is made here.
 __host__ __device__ constexpr int RowWarps(Form form) { return form == Form::kFewest ? 4 : 2; }
 static_assert(kFewRows == kBlockChoiceRows && kFewRows * RowWarps(Form::kFew) <= kMoeWarps &&
               kFewestRows * RowWarps(Form::kFewest) <= kMoeWarps);
 // A warp's slices of a tile of gate_up.
-__host__ __device__ constexpr int SlicesEach(Form form) { return form == Form::kFewest ? 1 : kSlicesEach; }
+__host__ __device__ constexpr int SlicesEach(Form form) {
+  return form == Form::kFewest || form == Form::kWhole ? 1 : kSlicesEach;
+}
 
 struct MoeParams {
   const bf16* x;

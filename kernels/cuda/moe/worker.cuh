@@ -54,9 +54,9 @@ template <Form kForm>
 class Worker {
   // kAll: every step has all its groups.
   static constexpr bool kAll = kForm != Form::kRagged, kMail = kForm == Form::kFewest,
-                        kDirect = kMail || kForm == Form::kFew;
+                        kDirect = IsDirect(kForm);
   // A warp takes the block's two tiles of down at once, which share their inputs.
-  static constexpr bool kPairs = kForm == Form::kFew;
+  static constexpr bool kPairs = kDirect && !kMail;
   static constexpr int kTileTeam = kMail ? kDirectTeam : kMoeWarps;  // warps that share the experts of a tile
   static constexpr int kEach = SlicesEach(kForm), kTeamWarps = kMoeWarps / kEach;
 
@@ -367,6 +367,17 @@ class Worker {
     for (int w = 0; w < kTeamWarps; ++w) {
 #pragma unroll
       for (int m = 0; m < 2; ++m) LoadSums(part[m], from + (w * 2 + m) * 512);
+#pragma unroll
+      for (int i = kEach; i < kSlicesEach; ++i) {
+        ++w;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          float more[4];
+          LoadSums(more, from + (w * 2 + m) * 512);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) part[m][e] += more[e];
+        }
+      }
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll

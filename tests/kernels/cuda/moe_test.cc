@@ -83,7 +83,7 @@ TEST_CASE("cuda: routed experts against the CPU") {
         Shape{1100, 12, 8, 128, 64, 0}, Shape{360, 3, 8, 3584, 256, 20}, Shape{2, 8, 8, 7168, 256, 0},
         Shape{4, 11, 4, 3584, 256, 0}, Shape{12, 11, 4, 3584, 256, 3}, Shape{50, 7, 3, 3584, 512, 0},
         Shape{2, 8, 8, 3584, 1536, 0}, Shape{7, 20, 8, 3584, 256, 9}, Shape{8, 30, 8, 3584, 256, 0},
-        Shape{3, 11, 8, 3584, 256, 0}, Shape{8, 24, 8, 3584, 256, 2}}) {
+        Shape{3, 11, 8, 3584, 256, 0}, Shape{8, 24, 8, 3584, 256, 2}, Shape{5, 60, 8, 3584, 256, 0}}) {
     const Experts e(rng, s.experts, s.first, s.hidden, s.inner);
     CheckMoe(rng, e, RandomIds(rng, s.rows, s.top_k, s.experts + 2 * s.first), s.top_k);
   }
