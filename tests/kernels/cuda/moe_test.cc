@@ -76,14 +76,17 @@ TEST_CASE("cuda: routed experts against the CPU") {
     int64_t rows, experts, top_k, hidden, inner, first;
   };
   // Few rows, many rows, ragged steps, experts held in the middle, wide experts, more rows than a launch
-  // takes, K2.6, widths of whole steps in each of the forms for few and many rows.
+  // takes, K2.6, widths of whole steps in each of the forms for few and many rows, blocks with two and three
+  // tiles of down (on up to 223 multiprocessors; the others have one).
   for (const Shape s :
-       {Shape{1, 16, 4, 256, 128, 0}, Shape{9, 6, 4, 512, 256, 0}, Shape{40, 4, 2, 96, 32, 2},
-        Shape{300, 3, 2, 256, 128, 0}, Shape{1, 3, 4, 256, 1024, 5}, Shape{21, 5, 4, 256, 1056, 5},
+       {Shape{1, 16, 4, 256, 128, 0},   Shape{9, 6, 4, 512, 256, 0},     Shape{40, 4, 2, 96, 32, 2},
+        Shape{300, 3, 2, 256, 128, 0},  Shape{1, 3, 4, 256, 1024, 5},    Shape{21, 5, 4, 256, 1056, 5},
         Shape{1100, 12, 8, 128, 64, 0}, Shape{360, 3, 8, 3584, 256, 20}, Shape{2, 8, 8, 7168, 256, 0},
-        Shape{4, 11, 4, 3584, 256, 0}, Shape{12, 11, 4, 3584, 256, 3}, Shape{50, 7, 3, 3584, 512, 0},
-        Shape{2, 8, 8, 3584, 1536, 0}, Shape{7, 20, 8, 3584, 256, 9}, Shape{8, 30, 8, 3584, 256, 0},
-        Shape{3, 11, 8, 3584, 256, 0}, Shape{8, 24, 8, 3584, 256, 2}, Shape{5, 60, 8, 3584, 256, 0}}) {
+        Shape{4, 11, 4, 3584, 256, 0},  Shape{12, 11, 4, 3584, 256, 3},  Shape{50, 7, 3, 3584, 512, 0},
+        Shape{2, 8, 8, 3584, 1536, 0},  Shape{7, 20, 8, 3584, 256, 9},   Shape{8, 30, 8, 3584, 256, 0},
+        Shape{3, 11, 8, 3584, 256, 0},  Shape{8, 24, 8, 3584, 256, 2},   Shape{5, 60, 8, 3584, 256, 0},
+        Shape{8, 24, 8, 7168, 256, 0},  Shape{5, 11, 8, 7168, 512, 2},   Shape{4, 9, 8, 10752, 256, 0},
+        Shape{6, 30, 8, 7168, 256, 0}}) {
     const Experts e(rng, s.experts, s.first, s.hidden, s.inner);
     CheckMoe(rng, e, RandomIds(rng, s.rows, s.top_k, s.experts + 2 * s.first), s.top_k);
   }
@@ -175,8 +178,10 @@ TEST_CASE(
   KDT_NEED_GPU();
   std::mt19937 rng(10);
   constexpr int64_t kRows = Routed::kRows, kExperts = Routed::kExperts, kTopK = Routed::kTopK;
-  const Experts e(rng, 12, 100, 3584, 256);
-  for (const std::string kind : {"plain", "few values", "all equal", "best together"}) {
+  const Experts narrow(rng, 12, 100, 3584, 256), wide(rng, 12, 100, 7168, 256);
+  for (const std::string kind : {"wide", "plain", "few values", "all equal", "best together"}) {
+    const Experts& e = kind == "wide" ? wide : narrow;  // blocks with two tiles of down, or one
+    const int64_t hidden = e.host.hidden;
     std::vector<float> scores = Normal(rng, kRows * kExperts), bias = Normal(rng, kExperts, 0.01f);
     for (int64_t i = 96; i < 116; ++i) bias[i] += 0.3f;  // the ones held here, and some beside them
     if (kind == "few values") {
@@ -199,7 +204,7 @@ TEST_CASE(
       INFO(kind << ", shared " << inner);
       std::vector<int32_t> ids(kRows * kTopK);
       std::vector<float> weights(kRows * kTopK);
-      Twin out(rng, kRows, 3584);
+      Twin out(rng, kRows, hidden);
       MoeArgs args{routed.x.cpu(), e.host, nullptr, nullptr, kTopK, out.cpu()};
       args.choice = {MakeTensor(routed.scores.data(), DType::kF32, kRows, kExperts),
                      routed.bias.data(),
@@ -229,8 +234,8 @@ TEST_CASE(
         for (const int64_t real : {int64_t{0}, rows / 2, rows - 1}) {
           const Routed::Result padded = routed.Run(8, rows, static_cast<int32_t>(real));
           const auto matches = [&](const Routed::Result& of, int64_t begin, int64_t end) {
-            for (int64_t i = begin * 3584; i < end * 3584; ++i) {
-              if (padded.out[i] != of.out[8 * 3584 + i] || padded.out32[i] != of.out32[8 * 3584 + i])
+            for (int64_t i = begin * hidden; i < end * hidden; ++i) {
+              if (padded.out[i] != of.out[8 * hidden + i] || padded.out32[i] != of.out32[8 * hidden + i])
                 return false;
             }
             for (int64_t i = begin * kTopK; i < end * kTopK; ++i) {
