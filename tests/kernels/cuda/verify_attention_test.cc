@@ -200,7 +200,10 @@ TEST_CASE("cuda: verify_attention on one sequence, for every head count") {
   std::mt19937 rng(20);
   CheckAgainstExact(Problem(rng, 8, {{1, 1000}}, 3000));
   CheckAgainstExact(Problem(rng, 8, {{3, 777}}, 3000));
+  // Up to 128 query rows: tiles of 32 rows with few keys, of 64 with many.
   CheckAgainstExact(Problem(rng, 8, {{8, 4096}}, 9000));
+  CheckAgainstExact(Problem(rng, 8, {{8, 12000}}, 9000));
+  CheckAgainstExact(Problem(rng, 8, {{12, 5000}}, 9000));
   CheckAgainstExact(Problem(rng, 16, {{5, 300}}, 3000));
   CheckAgainstExact(Problem(rng, 32, {{2, 129}}, 3000));
   CheckAgainstExact(Problem(rng, 64, {{3, 64}}, 3000));
@@ -255,8 +258,8 @@ TEST_CASE("cuda: a row's bits depend on no other row's content") {
   std::mt19937 rng(24);
   // One for each configuration of the kernel, the row of interest at index 2.
   for (const std::vector<Sequence>& sequences :
-       {std::vector<Sequence>{{5, 600}, {9, 450}}, std::vector<Sequence>{{3, 300}, {4, 210}},
-        std::vector<Sequence>{{1, 100}, {1, 0}, {2, 333}}}) {
+       {std::vector<Sequence>{{5, 600}, {9, 450}}, std::vector<Sequence>{{6, 700}},
+        std::vector<Sequence>{{3, 300}, {4, 210}}, std::vector<Sequence>{{1, 100}, {1, 0}, {2, 333}}}) {
     Problem problem(rng, 8, sequences, 4000);
     const std::vector<uint16_t> before = problem.Run();
     CHECK(problem.Run() == before);
@@ -287,11 +290,10 @@ TEST_CASE("cuda: with split_keys a sequence's bits depend on no other sequence")
   CHECK(std::equal(one.begin(), one.end(), all.begin()));
 }
 
-TEST_CASE("cuda: a captured verify_attention takes any sequences that fit its rows") {
-  KDT_NEED_GPU();
-  std::mt19937 rng(27);
-  // One capture over buffers for 32 rows and 6 sequences, replayed for a tree, for single rows and for a mix.
-  const int64_t heads = 8, rows = 32, sequences = 6, stride = 1100, slots = 3000;
+// One capture over buffers for so many rows and sequences, replayed for each of the batches.
+void CheckCaptured(std::mt19937& rng, int64_t rows, int64_t sequences, int64_t stride,
+                   const std::vector<std::vector<Sequence>>& batches) {
+  const int64_t heads = 8, slots = 3000;
   OnGpu<uint16_t> q(rows * heads * kWidth, 0), pool(slots * kWidth, 0), out(rows * heads * kLatent, 0);
   OnGpu<int32_t> begin(sequences + 1, 0), context(sequences, 0), table(sequences * stride, 0);
   OnGpu<uint8_t> causal(sequences, 0);
@@ -313,9 +315,7 @@ TEST_CASE("cuda: a captured verify_attention takes any sequences that fit its ro
   args.out = MakeTensor(out.data(), DType::kBF16, rows, heads * kLatent);
   const auto graph = Gpu()->Capture([&] { return Gpu()->VerifyAttention(args); });
   REQUIRE(graph.ok());
-  for (const std::vector<Sequence>& come :
-       {std::vector<Sequence>{{32, 1000}}, std::vector<Sequence>{{1, 1000}, {1, 3}, {1, 500}, {1, 64}},
-        std::vector<Sequence>{{1, 900}, {20, 333}, {2, 16}, {3, 0}}, std::vector<Sequence>{{5, 77, true}}}) {
+  for (const std::vector<Sequence>& come : batches) {
     Problem problem(rng, heads, come, slots);
     problem.stride = std::max<int64_t>(problem.stride, 1);
     std::vector<int32_t> row_begin(sequences + 1, problem.row_begin.back());
@@ -343,6 +343,19 @@ TEST_CASE("cuda: a captured verify_attention takes any sequences that fit its ro
     CHECK(accuracy.error < 4e-3);
     CHECK(accuracy.near_row >= 0.999);
   }
+}
+
+TEST_CASE("cuda: a captured verify_attention takes any sequences that fit its rows") {
+  KDT_NEED_GPU();
+  std::mt19937 rng(27);
+  // A tree, single rows, a mix.
+  CheckCaptured(rng, 32, 6, 1100,
+                {{{32, 1000}},
+                 {{1, 1000}, {1, 3}, {1, 500}, {1, 64}},
+                 {{1, 900}, {20, 333}, {2, 16}, {3, 0}},
+                 {{5, 77, true}}});
+  // Lengths on both sides of where a lone tree's tiles change.
+  CheckCaptured(rng, 8, 1, 9300, {{{8, 500}}, {{8, 9208}}, {{8, 9207}}, {{5, 9250}}, {{1, 30}}});
 }
 
 TEST_CASE("cuda: verify_attention_reference at other widths, and what compare says of two results") {
