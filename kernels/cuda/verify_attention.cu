@@ -107,7 +107,6 @@ class Layout {
     const int64_t tile = parts_[classes_.count - 1].tile_rows;
     if (args_.split_keys > 0)
       return RunReduce<8, 1>(params, rows_of_tiles);  // the order of the sum is part of the bits
-    if (rows <= kSmallQueries / 2) return RunReduce<8, 2>(params, rows_of_tiles);
     if (rows <= kSmallQueries) return RunReduce<8, 4>(params, rows_of_tiles);
     if (rows <= kMiddleQueries) return RunReduce<16, 1>(params, rows_of_tiles);
     if (rows <= tile) return RunReduce<16, 1, true>(params, rows_of_tiles);

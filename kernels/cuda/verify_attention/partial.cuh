@@ -3,16 +3,15 @@
 // this):
 //
 //   score warps  QK. Two for each group of rows; each holds its rows' queries for half of the 576 columns in
-//   registers (the
-//                rope part in shared memory) and leaves its partial scores, float32, in shared memory.
+//                registers (the rope part in shared memory) and leaves its partial scores, float32, in shared
+//                memory.
 //   value warps  Four for each group. They load the key tiles (the groups take turns), add the two score
-//   halves, do the
-//                softmax of 8 rows each, and accumulate P x V for 128 output columns each, V being the key
-//                tile again.
+//                halves, do the softmax of 8 rows each, and accumulate P x V for 128 output columns each, V
+//                being the key tile again.
 //
 // Value warps work on P x V of round r between the steps of the softmax of round r + 1, score warps run up to
-// two rounds ahead. Tiles and scores are handed over by mbarriers, P within a group by one named barrier a
-// round.
+// two rounds ahead. That tiles and scores are there is told by mbarriers, that value warps have read them by
+// named barriers; P is exchanged within a group by one named barrier a round.
 #pragma once
 
 #include <type_traits>

@@ -62,6 +62,8 @@ template <class C>
 __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyClass& out, const Item& it,
                                           uint32_t base, int warp) {
   constexpr int kMTiles = C::kMTiles;
+  static_assert(C::kStages % C::kGroups == 0 ||
+                C::kGroups == 1);  // a stage is always loaded by the same group
   const int lane = threadIdx.x & 31;
   const int group = warp >> 2, w = warp & 3;
   const int g = lane >> 2, t = lane & 3;

@@ -203,7 +203,8 @@ TEST_CASE("cuda: verify_attention on one sequence, for every head count") {
   // Up to 128 query rows: tiles of 32 rows with few keys, of 64 with many.
   CheckAgainstExact(Problem(rng, 8, {{8, 4096}}, 9000));
   CheckAgainstExact(Problem(rng, 8, {{8, 12000}}, 9000));
-  CheckAgainstExact(Problem(rng, 8, {{12, 5000}}, 9000));
+  CheckAgainstExact(Problem(rng, 8, {{13, 5000}}, 9000));
+  for (const int context : {4335, 4336}) CheckAgainstExact(Problem(rng, 8, {{16, context}}, 9000));
   CheckAgainstExact(Problem(rng, 16, {{5, 300}}, 3000));
   CheckAgainstExact(Problem(rng, 32, {{2, 129}}, 3000));
   CheckAgainstExact(Problem(rng, 64, {{3, 64}}, 3000));
