@@ -37,17 +37,19 @@ __device__ __forceinline__ void ReadMail(Inputs& inputs, const unsigned* mail, i
   }
 }
 
-// All kMailRow values of a pair to shared memory, when they are there.
+// Of the kMailRow values of a pair four at `place` (0..63), with kParts == 2 four at place + 32 too, to
+// shared memory when they are there.
 inline constexpr int kMailRow = 256;
+template <int kParts>
 __device__ __forceinline__ void ReadMailRow(float* to, const unsigned* mail, int pair, unsigned launch,
-                                            int lane) {
-  const unsigned* const from = mail + pair * kMailRow + lane * 4;
-  uint64_t word[4];
+                                            int place) {
+  const unsigned* const from = mail + pair * kMailRow + place * 4;
+  uint64_t word[2 * kParts];
   bool there;
   do {
     there = true;
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
+    for (int i = 0; i < 2 * kParts; i += 2) {
       asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];"
                    : "=l"(word[i]), "=l"(word[i + 1])
                    : "l"(from + i * 64)
@@ -56,10 +58,10 @@ __device__ __forceinline__ void ReadMailRow(float* to, const unsigned* mail, int
               static_cast<uint32_t>(word[i + 1] >> 32) == launch;
     }
   } while (!__all_sync(~0u, there));
-  uint2* const row = reinterpret_cast<uint2*>(to) + lane;
-  row[0] = make_uint2(static_cast<uint32_t>(word[0]), static_cast<uint32_t>(word[1]));
-  row[32] = make_uint2(static_cast<uint32_t>(word[2]), static_cast<uint32_t>(word[3]));
-  __syncwarp();
+  uint2* const row = reinterpret_cast<uint2*>(to) + place;
+#pragma unroll
+  for (int i = 0; i < kParts; ++i)
+    row[32 * i] = make_uint2(static_cast<uint32_t>(word[2 * i]), static_cast<uint32_t>(word[2 * i + 1]));
 }
 
 }  // namespace kdt::cuda

@@ -220,7 +220,7 @@ class Worker {
   template <int kGroups, int kFirst>
   __device__ __forceinline__ void LoadInputs(Inputs& inputs, const bf16* x, int mail, int groups) const {
     if (kMail && mail == kRow) {
-      const uint32_t from = SharedAddress(RowOfWarp()) + kFirst * 64 + t_ * 16;
+      const uint32_t from = row_ + kFirst * 64 + t_ * 16;
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) inputs.of[j] = LoadShared4U(from + j * 64);
     } else if (kMail && mail >= 0) {
@@ -504,7 +504,7 @@ class Worker {
           int mail = kMail ? (mine * inner + 8 * t_) / 2 : kNoMail;
           // A single row, of one step, with one way to L2.
           if (kMail && left == 1 && p_.inner_groups == kStep) {
-            ReadMailRow(RowOfWarp(), Mail(), mine, shared_.launch, lane_);
+            FetchRow(mine, cell.tile);
             mail = kRow;
           }
           int groups_left = p_.inner_groups;
@@ -549,7 +549,7 @@ class Worker {
     __syncwarp();
   }
 
-  // Products of either of two tiles of down, by pair. With kMail half of the exchange is for RowOfWarp(), and
+  // Products of either of two tiles of down, by pair. With kMail half of the exchange is for FetchRow, and
   // a row of it has the products of four pairs.
   __device__ __forceinline__ float* Products(int team) const {
     return kMail ? shared_.exchange[team * (kMailPairs / 4)] : shared_.products[team];
@@ -558,8 +558,23 @@ class Worker {
     if (kMail) return pair / 4 * kSumFloats + pair % 4 * kTileRows;
     return pair * (kDirect ? kTileRows : static_cast<int>(p_.w.hidden));
   }
-  // With kMail: a place for the activations of a pair.
-  __device__ __forceinline__ float* RowOfWarp() const { return shared_.exchange[warp_] + kSumFloats / 2; }
+  // With kMail: the activations of a pair. With one row, where all wait for them at once, the two warps that
+  // take the same expert, for the block's two tiles, fetch half of them each, to a place of either in turn.
+  __device__ __forceinline__ void FetchRow(int pair, int tile) {
+    const bool shared =
+        p_.rows == 1 && (warp_ >= kDirectTeam || tile + static_cast<int>(gridDim.x) < p_.down_tiles);
+    const int place = shared ? warp_ % kDirectTeam + (row_of_second_ ? kDirectTeam : 0) : warp_;
+    float* const row = shared_.exchange[place] + kSumFloats / 2;
+    row_ = SharedAddress(row);
+    row_of_second_ = !row_of_second_;
+    if (shared) {
+      ReadMailRow<1>(row, Mail(), pair, shared_.launch, warp_ / kDirectTeam * 32 + lane_);
+      NamedBarrier(1 + kDirectTeams + warp_ % kDirectTeam, 64);
+    } else {
+      ReadMailRow<2>(row, Mail(), pair, shared_.launch, lane_);
+      __syncwarp();
+    }
+  }
 
   __device__ __forceinline__ void StoreOut(int64_t at, float value) const {
     if (p_.out_is_float) {
@@ -608,6 +623,8 @@ class Worker {
   Position at_;         // of the step under way
   unsigned drawn_ = 0;  // the ticket under way: the team's in its last warp, then in each warp its own
   int ready_ = -1;
+  uint32_t row_ = 0;  // FetchRow's
+  bool row_of_second_ = false;
 };
 
 }  // namespace kdt::cuda
