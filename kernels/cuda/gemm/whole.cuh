@@ -24,6 +24,7 @@ inline constexpr int kWholeWarps = 16, kWholeRows = 8;
 // kHeldFirst.
 template <int kHalves_, int kEach_, int kDepth_, int kHeld_, int kAhead_, bool kHeldFirst_ = false>
 struct WholeShape {
+  static constexpr bool kHeldFirst = kHeldFirst_;
   static constexpr int kHalves = kHalves_, kEach = kEach_, kDepth = kDepth_, kHeld = kHeld_, kAhead = kAhead_;
   static constexpr int kInRing = kHeldFirst_ ? kHeld : 0,
                        kInRegisters = kHeldFirst_ ? 0 : kDepth;  // from step .. on
@@ -78,8 +79,8 @@ class WholeBlock {
         CopyAsync16(ring_ + slot * S::kSlot + e * S::kPiece + i * 512 + at_line, from + line_at_[i]);
     }
   }
-  // All that fits on the chip: this, then Hold. With `paced` a warp asks for a step when it has the one
-  // before, so that not all of W stands in front of what others read.
+  // All that fits on the chip: this, then Hold (held steps kBegin to kEnd - 1). With `paced` a warp asks for
+  // a step when it has the one before, so that not all of W stands in front of what others read.
   __device__ __forceinline__ void FillRing(bool paced = false) const {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
@@ -88,10 +89,11 @@ class WholeBlock {
       if (paced) CopyAsyncWaitGroups<0>();
     }
   }
+  template <int kBegin = 0, int kEnd = S::kHeld>
   __device__ __forceinline__ void Hold(bool paced = false) {
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
-    for (int h = 0; h < S::kHeld; ++h) {
+    for (int h = kBegin; h < kEnd; ++h) {
       if (paced && h > 0) WaitForLoad(held_[h > 0 ? h - 1 : 0][0][1][kHalves - 1].x);
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
@@ -165,7 +167,7 @@ class WholeBlock {
         const unsigned row = row_of(e, c);
         if (row < kWholeRows) {
           sums[((warp + kWholeWarps * e) * kWholeRows + row) * S::kPitch + 8 * (c >> 1) +
-               (S::kAhead == 1 ? static_cast<int>(LaneIndex()) : lane) / 4] = acc[e][c];
+               (S::kHeldFirst ? static_cast<int>(LaneIndex()) : lane) / 4] = acc[e][c];
         }
       }
     }

@@ -6,8 +6,8 @@
 // for 64 values of i in a row, which are two whole warps of rms_norm, so that each warp's sum of squares is
 // the same. Blocks and ranks meet as in the other kernels. What a block reads while all others ask for all of
 // W at once takes 3 to 5 us. So the others ask for it piece by piece, which is as fast; and a block that
-// reduces shows its values before it asks for any W, and then asks for all of it, to be done when the others
-// come.
+// reduces shows its values before it asks for any W, then for so much of it that it is done when the others
+// come, and for the rest while it waits for the squares.
 //
 // Between the blocks of a rank values go by IpcMail, where each word tells by itself whether it is there, so
 // that no flag and no fence stands between: first the sums of squares, among the blocks that reduce; then the
@@ -68,7 +68,7 @@ class Inputs {
   }
   // Waits for the first kFirst.
   __device__ __forceinline__ void Get() {
-    for (int looks = 0;; ++looks) {
+    for (unsigned looks = 0;; ++looks) {
       bool there = true;
 #pragma unroll
       for (int j = 0; j < kFirst; ++j) Load(j);
@@ -84,7 +84,7 @@ class Inputs {
   }
   // Waits for what LoadMore gave.
   __device__ __forceinline__ void Settle(int j) {
-    for (int looks = 0; !__all_sync(~0u, IsThere(j)) && !GivenUp(p_, looks); ++looks) Load(j);
+    for (unsigned looks = 0; !__all_sync(~0u, IsThere(j)) && !GivenUp(p_, looks); ++looks) Load(j);
   }
   // Of place i = kSteps e + step of all steps.
   static __device__ constexpr int GroupOf(int i) { return i / kRows; }
@@ -139,21 +139,30 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   WholeBlock<S> block(p, shared);
   Reducer reducer(r);
   const bool owner = reducer.IsOwner();
-  if (owner) reducer.Show();
-  block.FillRing(!owner);
-  block.Hold(!owner);
+  constexpr int kBefore = S::kHeld / 2;
+  if (owner) {
+    reducer.Show();
+    block.FillRing();
+    block.template Hold<0, kBefore>();
+  } else {
+    block.FillRing(true);
+    block.Hold(true);
+  }
   if (!owner) WaitForPrevious();
   const uint32_t use = r.peers.local->mails[blockIdx.x] + 1;
   IpcMail* const mail = r.peers.mails + (use & 1);
   X x(r, block, mail);
-  if (owner) reducer.Sum(mail);
+  if (owner) {
+    reducer.Sum(mail);
+    block.template Hold<kBefore>();
+  }
   uint4* const other = reinterpret_cast<uint4*>(r.peers.mails + (~use & 1));
   for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < sizeof(IpcMail) / sizeof(uint4);
        i += gridDim.x * blockDim.x) {
     other[i] = make_uint4(kNotThere, kNotThere, kNotThere, kNotThere);
   }
   if (threadIdx.x == 0) {
-    for (int looks = 0; *static_cast<const volatile uint32_t*>(mail->bell) == kNotThere; ++looks) {
+    for (unsigned looks = 0; *static_cast<const volatile uint32_t*>(mail->bell) == kNotThere; ++looks) {
       if (GivenUp(r, looks)) break;
     }
   }
@@ -199,6 +208,7 @@ bool MakePlan(const IpcPeers& peers, const kernels::RmsNormArgs& norm, const ker
               Plan* plan) {
   constexpr int kSliceValues = kSliceChunks * 2 * 8, kTwoChunksAThread = 2048;
   const int64_t rows = norm.x.rows, n = norm.x.cols;
+  // Rows of whole slices: so all of a warp's shares have as many steps too, on which MoveOn relies.
   if (!peers.own_gpu || !IpcTakesNorm(norm) || rows > kWholeRows || n % kSliceValues != 0 ||
       n <= kTwoChunksAThread || gemm.x.data != norm.out.data || gemm.x.rows != rows || gemm.x.cols != n ||
       gemm.x.stride != norm.out.stride || gemm.w.dtype != kernels::DType::kBF16 || gemm.gated ||

@@ -8,7 +8,8 @@
 namespace kdt::cuda {
 
 constexpr int kSliceChunks = 64, kRowThreads = 4 * kSliceChunks, kMostRowsEach = 2;
-constexpr int kLooksPerDeadLook = 1024;
+constexpr int kFewRows = 2;  // the bell rings early: looks that find nothing yet cost little
+constexpr unsigned kLooksPerDeadLook = 1024;
 constexpr uint32_t kNotThere = ~0u;
 
 __device__ __forceinline__ bool HasCome(const uint4& v) {
@@ -55,7 +56,7 @@ struct ReduceParams {
   int owners;             // blocks that reduce
 };
 
-__device__ __forceinline__ bool GivenUp(const ReduceParams& p, int looks) {
+__device__ __forceinline__ bool GivenUp(const ReduceParams& p, unsigned looks) {
   return looks % kLooksPerDeadLook == kLooksPerDeadLook - 1 &&
          *static_cast<const volatile uint32_t*>(&p.peers.local->dead) != 0;
 }
@@ -141,14 +142,15 @@ class Reducer {
         PostMail(squares + lane % 4 * 4 + lane / 4, 0u);
     }
     reinterpret_cast<uint2*>(p.residual + row * p.residual_stride)[at] = sums;
-    if (blockIdx.x == 0 && threadIdx.x == 0) PostMail(mail->bell, 0);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && p.rows <= kFewRows) PostMail(mail->bell, 0);
     const uint2 weight = __ldg(reinterpret_cast<const uint2*>(p.weight) + at);
     const uint32_t* const squares = mail->squares + row * kIpcMailSquares + 4 * (lane & 3);
     uint4 all = LoadMail(squares);
-    for (int looks = 0; __any_sync(~0u, !HasCome(all)) && !GivenUp(p, looks); ++looks)
+    for (unsigned looks = 0; __any_sync(~0u, !HasCome(all)) && !GivenUp(p, looks); ++looks)
       all = LoadMail(squares);
     const float factor = Factor(p, all);
     const uint2 normed = {ScalePair(sums.x, factor, weight.x), ScalePair(sums.y, factor, weight.y)};
+    if (blockIdx.x == 0 && threadIdx.x == 0 && p.rows > kFewRows) PostMail(mail->bell, 0);
     PostMail(mail->x + PlaceOf(row, at / 8, at / 2 % 4) + 2 * odd, normed);
     reinterpret_cast<uint2*>(p.out + row * p.out_stride)[at] = normed;
   }
