@@ -11,8 +11,8 @@
 //
 // Between the blocks of a rank values go by IpcMail, where each word tells by itself whether it is there, so
 // that no flag and no fence stands between: first the sums of squares, among the blocks that reduce; then the
-// normalised rows, to all. Until it is time to look for the rows one thread of a block looks for the bell,
-// so that the looks of two thousand warps are not in the way of what they wait for.
+// normalised rows, to all. Until it is time to look for the rows one thread of any other block
+// looks for the bell, so that the looks of two thousand warps are not in the way of what they wait for.
 //
 // Lane (g, t) of a warp has a product's inputs 8 t, ... of row g. With less than eight rows there are lanes
 // left, and a warp's steps are dealt out to them: lane g has row g % kRows, and of all steps (of all shares,
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
        i += gridDim.x * blockDim.x) {
     other[i] = make_uint4(kNotThere, kNotThere, kNotThere, kNotThere);
   }
-  if (threadIdx.x == 0) {
+  if (!owner && threadIdx.x == 0) {
     for (unsigned looks = 0; *static_cast<const volatile uint32_t*>(mail->bell) == kNotThere; ++looks) {
       if (GivenUp(r, looks)) break;
     }
