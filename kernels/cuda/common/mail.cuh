@@ -1,7 +1,9 @@
 // Values from the block that makes them to those that read them, a few rows' worth: each pair of bf16 lies
 // beside the number of the launch that wrote it, in one word that is written and read as a whole. Who finds
 // the number has the values, so there is no flag to set behind a fence and to read in front of them, which
-// would be three ways to L2 instead of one. Mail never written has number zero.
+// would be three ways to L2 instead of one. Mail never written has number zero. Numbers come again after 2^32
+// launches: what was last written exactly so many launches ago would be taken for new, which takes days
+// without any launch of as many rows, and then one at that very launch.
 #pragma once
 
 #include <cstdint>
