@@ -99,8 +99,9 @@ void Router(Context& context, const RouterArgs& args) {
   KDT_CHECK(args.x.dtype == DType::kF32 && args.w.cols == args.x.cols);
   KDT_CHECK(args.top_k >= 1 && args.top_k <= kMaxExpertsPerToken && args.top_k <= args.w.rows);
   if (args.shared_gate_up.rows > 0) {
-    Gemm(context, {args.x, args.shared_gate_up, args.shared_inner});
-    GemmArgs down{args.shared_inner, args.shared_down, args.shared_y};
+    const Tensor gate_up = args.shared_inner.Columns(0, 2 * args.shared_down.cols);
+    Gemm(context, {args.x, args.shared_gate_up, gate_up});
+    GemmArgs down{gate_up, args.shared_down, args.shared_y};
     down.gated = true;
     Gemm(context, down);
   }

@@ -201,7 +201,7 @@ bool ChoosesHere(const Launch& launch, const kernels::MoeArgs& args) {
   const kernels::Tensor &scores = args.choice.scores, &x = args.shared_inner, &down = args.shared_down;
   if (scores.rows == 0 || w.experts == 0 || !WidthsFit(w)) return false;
   if (args.x.rows > kBlockChoiceRows || args.top_k > kBlockChoiceTopK || scores.cols > kBlockChoiceExperts ||
-      args.top_k > scores.cols || scores.stride != scores.cols) {
+      args.top_k > scores.cols || scores.stride != scores.cols || scores.dtype != kernels::DType::kF32) {
     return false;
   }
   return down.rows == 0 ||
@@ -216,7 +216,9 @@ bool ChoosesHere(const Launch& launch, const kernels::MoeArgs& args) {
 cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
   kernels::MoeArgs args = given;
   if (args.x.rows == 0) return cudaSuccess;
-  if (args.accumulate && args.shared_down.rows > 0) return cudaErrorInvalidValue;
+  const int64_t choices = args.choice.scores.rows;
+  if ((args.accumulate && args.shared_down.rows > 0) || (choices > 0 && choices != args.x.rows))
+    return cudaErrorInvalidValue;
   const bool chooses = ChoosesHere(launch, args);
   if (!chooses && (args.choice.scores.rows > 0 || args.shared_down.rows > 0)) {
     const kernels::GemmArgs shared{args.shared_inner, args.shared_down, args.out};

@@ -78,7 +78,8 @@ cudaError_t Router(const Launch& launch, const kernels::RouterArgs& args) {
                           static_cast<int>(experts), scores);
     });
     down.gated = true;
-    if (error == cudaSuccess && shared) error = Gemm(rest, {args.x, args.shared_gate_up, args.shared_inner});
+    down.x = args.shared_inner.Columns(0, 2 * inner);
+    if (error == cudaSuccess && shared) error = Gemm(rest, {args.x, args.shared_gate_up, down.x});
   }
   return error == cudaSuccess ? ChooseExperts(rest, choice, args.top_k, down) : error;
 }
@@ -87,7 +88,7 @@ cudaError_t ChooseExperts(const Launch& launch, const kernels::MoeChoice& args, 
                           const kernels::GemmArgs& beside) {
   const int64_t rows = args.scores.rows, experts = args.scores.cols;
   if (experts > kMaxRouted || top_k > kernels::kMaxExpertsPerToken || top_k > experts ||
-      args.scores.stride != experts) {
+      args.scores.dtype != kernels::DType::kF32 || args.scores.stride != experts) {
     return cudaErrorInvalidValue;
   }
   const ChoiceParams choice{Data<float>(args.scores),

@@ -76,7 +76,7 @@ class Worker {
         surplus_(&shared.surplus),
         ring_(SharedAddress(shared.rings[warp])) {}
 
-  // The team's tile of the shared experts' down product, and where IsDirect its first one of down.
+  // The tile of the shared experts' down product of a kDirectTeam, and with kMail its first one of down.
   __device__ __forceinline__ static int FirstTile(int warp) {
     return static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * (warp / kDirectTeam);
   }

@@ -1,6 +1,7 @@
 // DeepSeek-V3 routing ("noaux_tc" with one group): scores = sigmoid(x W^T) in float32; the top_k experts by
 // scores + bias; weights = their scores without the bias, normalised to sum 1 (+1e-20) when `normalize`, times `scale`.
-// Ties go to the lower expert index. Experts of a row are listed by rising index, so that sums over experts have one order.
+// The engine has the scores made by Gemm and the choice by Moe (MoeChoice); this op is both in one, by which these are tested,
+// and takes float32 weights too. Ties go to the lower expert index. Experts of a row are listed by rising index, so that sums over experts have one order.
 #pragma once
 
 #include "kdt/kernels/tensor.h"
