@@ -183,7 +183,13 @@ StreamParams Params(const Launch& launch, const SkinnyGemm& gemm) {
   p.part[1].gated = gemm.beside_gated;
   const int tiles =
       static_cast<int>(gemm.heads) * (Blocks(gemm.outs, kTileOuts) + Blocks(gemm.beside.rows, kTileOuts));
-  p.splits = Splits(tiles, (p.chunks + 7) / 8, Slots(launch.processors));
+  const int slots = Slots(launch.processors);
+  p.splits = Splits(tiles, (p.chunks + 7) / 8, slots);
+  // WholeKernel has a block of eight outputs (sixteen with four shares) a multiprocessor. Where the stream
+  // has no more: four shares at once rather than eight in two waves.
+  if (gemm.heads == 1 && slots == launch.processors && p.splits == 8 && 4 * tiles > slots &&
+      2 * tiles <= slots)
+    p.splits = 4;
   p.partial = static_cast<float*>(launch.workspace);
   p.counters = launch.counters;
   return p;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "common/bf16.h"
 #include "common/log.h"
 #include "common/status.h"
 #include "kernels/cuda/check.h"
@@ -76,6 +77,7 @@ absl::Status CudaCollective::Connect(CollectiveKind kind, size_t buffer_bytes, i
       ipc_ = *std::move(ipc);
       no_ipc = ProbeBy(ReduceMethod::kOneShot);
       if (no_ipc.ok()) no_ipc = ProbeBy(ReduceMethod::kTwoShot);
+      if (no_ipc.ok()) no_ipc = ProbeGemm();
       if (!no_ipc.ok()) ipc_.reset();
     } else {
       no_ipc = ipc.status();
@@ -125,6 +127,50 @@ absl::Status CudaCollective::ProbeBy(ReduceMethod method) {
   return exchange_.Agree(status);
 }
 
+// A row of the sum over the ranks of rank + 1 in each place, whose norm is 1 in each place, times ones. Where
+// no kernel takes it (ranks share a GPU, or their GPUs are unlike) there is nothing to test.
+absl::Status CudaCollective::ProbeGemm() {
+  constexpr int64_t kCols = 3072, kOuts = 64;
+  constexpr uint16_t kOne = 0x3f80;
+  std::vector<uint16_t> values((kOuts + 4) * kCols, kOne);  // W, then weight, x, residual and out
+  std::fill_n(values.begin() + (kOuts + 1) * kCols, kCols, FloatToBf16(static_cast<float>(rank_ + 1)));
+  std::fill_n(values.begin() + (kOuts + 2) * kCols, 2 * kCols, uint16_t{0});
+  std::vector<float> y(kOuts);
+  const size_t bytes = values.size() * sizeof(uint16_t);
+  void* memory = nullptr;
+  bool taken = false;
+  const auto run = [&]() -> absl::Status {
+    KDT_CUDA_RETURN_IF_ERROR(cudaMalloc(&memory, bytes + kOuts * sizeof(float)));
+    KDT_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(memory, values.data(), bytes, cudaMemcpyHostToDevice, stream_));
+    const auto rows = [&](int64_t first, int64_t count) {
+      return kernels::MakeTensor(static_cast<char*>(memory) + first * kCols * 2, kernels::DType::kBF16, count,
+                                 kCols);
+    };
+    const kernels::RmsNormArgs norm{rows(kOuts + 1, 1), rows(kOuts + 2, 1), rows(kOuts, 1).bf16(), 0.0f,
+                                    rows(kOuts + 3, 1)};
+    const kernels::GemmArgs gemm{
+        norm.out, rows(0, kOuts),
+        kernels::MakeTensor(static_cast<char*>(memory) + bytes, kernels::DType::kF32, 1, kOuts)};
+    taken = cuda::IpcTakesGemm(ipc_->peers(), norm, gemm);
+    if (!taken) return absl::OkStatus();
+    KDT_CUDA_RETURN_IF_ERROR(cuda::IpcReduceNormGemm(ipc_->peers(), norm, gemm, stream_));
+    KDT_RETURN_IF_ERROR(FinishStream());
+    KDT_CUDA_RETURN_IF_ERROR(
+        cudaMemcpy(y.data(), gemm.y.data, kOuts * sizeof(float), cudaMemcpyDeviceToHost));
+    const auto expected = static_cast<float>(kCols);
+    const auto wrong = std::find_if(y.begin(), y.end(), [&](float v) { return v != expected; });
+    if (wrong == y.end()) return absl::OkStatus();
+    return absl::InternalError(absl::StrCat("the first reduction (one-shot, in a gemm) over ", size_,
+                                            " ranks gave rank ", rank_, " ", *wrong, " instead of ",
+                                            expected));
+  };
+  const absl::Status status = run();
+  if (memory != nullptr) (void)cudaFree(memory);
+  KDT_RETURN_IF_ERROR(exchange_.Agree(status));
+  sums_in_gemms_ = taken;
+  return absl::OkStatus();
+}
+
 absl::Status CudaCollective::Choose() {
   if (ipc_ == nullptr) {
     choice_ = ReduceChoice(ReduceMethod::kNccl);
@@ -144,6 +190,8 @@ absl::Status CudaCollective::Choose() {
   if (rank_ == 0) {
     spdlog::info("collective: all-reduce by {}, measured here:\n{}", choice_.ToString(),
                  ReduceTimesTable(times));
+    if (sums_in_gemms_)
+      spdlog::info("collective: one-shot sums of few rows are a part of the gemm behind them");
   }
   return absl::OkStatus();
 }
@@ -203,7 +251,7 @@ absl::Status CudaCollective::AllReduceNorm(kernels::Backend& backend, const kern
 
 absl::Status CudaCollective::AllReduceNormGemm(kernels::Backend& backend, const kernels::RmsNormArgs& norm,
                                                const kernels::GemmArgs& gemm) {
-  if (!TakesNorm(norm) || !cuda::IpcTakesGemm(ipc_->peers(), norm, gemm)) {
+  if (!sums_in_gemms_ || !TakesNorm(norm) || !cuda::IpcTakesGemm(ipc_->peers(), norm, gemm)) {
     return Collective::AllReduceNormGemm(backend, norm, gemm);
   }
   KDT_RETURN_IF_ERROR(Alive());

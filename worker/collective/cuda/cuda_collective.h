@@ -71,6 +71,7 @@ class CudaCollective : public Collective {
   CudaCollective(std::unique_ptr<ShmSegment> segment, const CudaCollectiveOptions& options);
   absl::Status Connect(CollectiveKind kind, size_t buffer_bytes, int device);
   absl::Status ProbeBy(ReduceMethod method);
+  absl::Status ProbeGemm();
   absl::Status Choose();
   absl::Status Alive() const;
   bool TakesNorm(const kernels::RmsNormArgs& norm) const;
@@ -83,6 +84,7 @@ class CudaCollective : public Collective {
   HostExchange exchange_;
   std::unique_ptr<IpcGroup> ipc_;
   std::unique_ptr<NcclComm> nccl_;
+  bool sums_in_gemms_ = false;  // IpcReduceNormGemm has been tested
   ReduceChoice choice_{ReduceMethod::kOneShot};
   absl::Time deadline_ = absl::InfiniteFuture();
   uint32_t finishes_ = 0;

@@ -26,7 +26,7 @@ constexpr absl::Duration kReachLimit = absl::Seconds(5);
 struct Card {
   cudaIpcMemHandle_t handle;
   cudaUUID_t device;
-  int processors;
+  int processors, capability;
 };
 
 bool SameDevice(const Card& a, const Card& b) {
@@ -106,20 +106,23 @@ absl::Status IpcGroup::Open(HostExchange& exchange) {
     KDT_CUDA_RETURN_IF_ERROR(cudaGetDeviceProperties(&properties, device_));
     mine.device = properties.uuid;
     mine.processors = properties.multiProcessorCount;
+    mine.capability = properties.major * 10 + properties.minor;
     return KDT_CUDA_STATUS(cudaIpcGetMemHandle(&mine.handle, peers_.blocks[peers_.rank]));
   };
   KDT_RETURN_IF_ERROR(exchange.Agree(fill()));
   KDT_ASSIGN_OR_RETURN(const std::vector<Card> cards, exchange.Gather(mine));
 
-  peers_.processors = mine.processors;
   int processors = mine.processors;
+  bool alike = true;
   for (const Card& card : cards) {
     processors = std::min(processors, card.processors);
+    alike = alike && card.processors == mine.processors && card.capability == mine.capability;
     const auto here =
         std::count_if(cards.begin(), cards.end(), [&](const Card& c) { return SameDevice(c, card); });
     ranks_per_device_ = std::max(ranks_per_device_, static_cast<int>(here));
   }
   peers_.own_gpu = ranks_per_device_ == 1;
+  peers_.processors = alike ? processors : 0;
   // All ranks' waiting blocks together leave half of the multiprocessors to those who are on their way.
   peers_.max_blocks = std::clamp(processors / (2 * ranks_per_device_), 1, cuda::kIpcMaxBlocks);
 

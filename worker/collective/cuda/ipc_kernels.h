@@ -64,7 +64,7 @@ struct IpcPeers {
   int rank;
   int size;
   bool own_gpu;    // no two ranks share a GPU
-  int processors;  // multiprocessors of this rank's GPU
+  int processors;  // multiprocessors of each rank's GPU; 0: the ranks' GPUs are not all alike
   int max_blocks;  // 1 .. kIpcMaxBlocks; the same on all ranks
 };
 
@@ -79,7 +79,8 @@ cudaError_t IpcReduceTwoShot(const IpcPeers& peers, void* x, kernels::DType type
 bool IpcTakesNorm(const kernels::RmsNormArgs& norm);
 cudaError_t IpcReduceNorm(const IpcPeers& peers, const kernels::RmsNormArgs& norm, cudaStream_t stream);
 // IpcReduceNorm and the gemm behind it in one kernel, with the same bits. Only for what IpcTakesGemm takes:
-// at most eight rows, shapes of WholeKernel whose W fits on the chip, a GPU for each rank.
+// at most eight rows, shapes of WholeKernel whose W fits on the chip, a GPU of one kind for each rank (so
+// that all ranks decide alike).
 bool IpcTakesGemm(const IpcPeers& peers, const kernels::RmsNormArgs& norm, const kernels::GemmArgs& gemm);
 cudaError_t IpcReduceNormGemm(const IpcPeers& peers, const kernels::RmsNormArgs& norm,
                               const kernels::GemmArgs& gemm, cudaStream_t stream);

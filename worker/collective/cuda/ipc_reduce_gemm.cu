@@ -209,10 +209,11 @@ bool MakePlan(const IpcPeers& peers, const kernels::RmsNormArgs& norm, const ker
   constexpr int kSliceValues = kSliceChunks * 2 * 8, kTwoChunksAThread = 2048;
   const int64_t rows = norm.x.rows, n = norm.x.cols;
   // Rows of whole slices: so all of a warp's shares have as many steps too, on which MoveOn relies.
-  if (!peers.own_gpu || !IpcTakesNorm(norm) || rows > kWholeRows || n % kSliceValues != 0 ||
-      n <= kTwoChunksAThread || gemm.x.data != norm.out.data || gemm.x.rows != rows || gemm.x.cols != n ||
-      gemm.x.stride != norm.out.stride || gemm.w.dtype != kernels::DType::kBF16 || gemm.gated ||
-      gemm.w.rows == 0 || (gemm.beside_w.rows > 0 && gemm.beside_w.dtype != kernels::DType::kBF16)) {
+  if (!peers.own_gpu || peers.processors == 0 || !IpcTakesNorm(norm) || rows > kWholeRows ||
+      n % kSliceValues != 0 || n <= kTwoChunksAThread || gemm.x.data != norm.out.data ||
+      gemm.x.rows != rows || gemm.x.cols != n || gemm.x.stride != norm.out.stride ||
+      gemm.w.dtype != kernels::DType::kBF16 || gemm.gated || gemm.w.rows == 0 ||
+      (gemm.beside_w.rows > 0 && gemm.beside_w.dtype != kernels::DType::kBF16)) {
     return false;
   }
   if (!TakesWhole(Launch{.processors = peers.processors}, MakeSkinny(gemm), &plan->gemm)) return false;

@@ -1,6 +1,6 @@
-// The sum as the first part of the gemm behind it, between ranks that are streams of one process on one GPU:
-// grids are so small that the blocks of all ranks' kernels are on it together, as they are where each rank
-// has a GPU of its own. (CudaCollective takes this way only there.)
+// The sum as the first part of the gemm behind it. CudaCollective takes this way only where each rank has a
+// GPU of its own; most tests are between ranks that are streams of one process on one GPU, with grids so
+// small that the blocks of all ranks' kernels are on it together.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "common/bf16.h"
 #include "common/status.h"
+#include "kdt/kernels/cuda_backend.h"
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/ops.h"
 #include "tests/support/catch.h"
@@ -138,13 +139,20 @@ class LocalRanks {
     return gemm;
   }
 
-  absl::Status SetInputs(int r, const Shape& s, uint32_t seed) {
+  // With `poison` rank 0 contributes a NaN to row 1 and infinities to row 2.
+  absl::Status SetInputs(int r, const Shape& s, uint32_t seed, bool poison) {
     const int64_t count = s.rows * s.cols;
     const auto set = [&](const Memory& m, const std::vector<uint16_t>& values) {
       return KDT_CUDA_STATUS(cudaMemcpyAsync(m.as<char>(), values.data(), values.size() * 2,
                                              cudaMemcpyHostToDevice, rank(r).stream));
     };
-    KDT_RETURN_IF_ERROR(set(rank(r).x, Values(seed * 16 + static_cast<uint32_t>(r), count, 1.0f)));
+    std::vector<uint16_t> x = Values(seed * 16 + static_cast<uint32_t>(r), count, 1.0f);
+    if (poison && r == 0 && s.rows > 2) {
+      x[static_cast<size_t>(s.cols) + 77] = 0xffff;
+      x[static_cast<size_t>(2 * s.cols) + 5] = 0x7f80;
+      x[static_cast<size_t>(3 * s.cols) - 1] = 0xff80;
+    }
+    KDT_RETURN_IF_ERROR(set(rank(r).x, x));
     KDT_RETURN_IF_ERROR(set(rank(r).residual, Values(seed * 16 + 15, count, 3.0f)));
     for (Memory* m : {&rank(r).y, &rank(r).out, &rank(r).inner})
       KDT_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(m->as<char>(), 0xff, 256, rank(r).stream));
@@ -190,8 +198,8 @@ class LocalRanks {
     }
     return all;
   }
-  absl::StatusOr<std::vector<char>> Run(const Shape& s, uint32_t seed, bool together) {
-    for (int r = 0; r < size(); ++r) KDT_RETURN_IF_ERROR(SetInputs(r, s, seed));
+  absl::StatusOr<std::vector<char>> Run(const Shape& s, uint32_t seed, bool together, bool poison = false) {
+    for (int r = 0; r < size(); ++r) KDT_RETURN_IF_ERROR(SetInputs(r, s, seed, poison));
     for (int r = 0; r < size(); ++r) KDT_RETURN_IF_ERROR(Queue(r, s, together));
     KDT_RETURN_IF_ERROR(Wait(absl::Seconds(10)));
     return Results(s);
@@ -239,15 +247,17 @@ TEST_CASE("a sum that is the first part of the gemm behind it gives the bits of 
   for (const int ranks : {1, 2, 3}) {
     Check(ranks, [](LocalRanks& local) -> absl::Status {
       uint32_t seed = 0;
-      for (const int64_t cols : {7168, 3072}) {
+      for (const int64_t cols : {7168, 3072, 4096, 8192}) {
         for (const Shape shape : {Shape{0, cols, 448, 0, 56}, Shape{0, cols, 448, 64, 72},
                                   Shape{0, cols, 440, 0, 264}, Shape{0, cols, 384, 64, 264}}) {
           if (local.size() > 2 && shape.slots > 200) continue;  // too many blocks for one GPU
+          if (cols > 7168 && shape.slots < 200) continue;       // W does not fit on the chip
           for (const int64_t rows : {1, 2, 3, 4, 5, 7, 8, 1}) {
             Shape s = shape;
             s.rows = rows;
-            KDT_ASSIGN_OR_RETURN(const auto expected, local.Run(s, ++seed, false));
-            KDT_ASSIGN_OR_RETURN(const auto got, local.Run(s, seed, true));
+            const bool poison = ++seed % 2 == 0;
+            KDT_ASSIGN_OR_RETURN(const auto expected, local.Run(s, seed, false, poison));
+            KDT_ASSIGN_OR_RETURN(const auto got, local.Run(s, seed, true, poison));
             for (size_t i = 0; i < expected.size(); ++i) {
               if (got[i] != expected[i])
                 return absl::InternalError(absl::StrCat(Name(s), ": byte ", i, " of ", expected.size()));
@@ -294,7 +304,7 @@ TEST_CASE("fused sums of changing sizes right behind each other, and other opera
 TEST_CASE("a fused sum leaves when it is told to, names whom it waited for, and later ones leave at once") {
   Check(2, [](LocalRanks& local) -> absl::Status {
     const Shape shape{5, 7168, 448, 0, 56};
-    KDT_RETURN_IF_ERROR(local.SetInputs(0, shape, 1));
+    KDT_RETURN_IF_ERROR(local.SetInputs(0, shape, 1, false));
     KDT_RETURN_IF_ERROR(local.Queue(0, shape, true));
     absl::SleepFor(absl::Milliseconds(50));
     if (cudaStreamQuery(local.rank(0).stream) != cudaErrorNotReady)
@@ -306,6 +316,88 @@ TEST_CASE("a fused sum leaves when it is told to, names whom it waited for, and 
     for (int i = 0; i < 20; ++i) KDT_RETURN_IF_ERROR(local.Queue(0, shape, true));
     return local.Wait(absl::Seconds(5));
   });
+}
+
+// Ranks as processes. A graph of several, replayed: the ranks drift apart between them, and the next one
+// starts while the one before still runs.
+TEST_CASE("a reduction with norm and gemm behind it gives the bits of the three, in replayed graphs too") {
+  for (const int ranks : {2, 8}) {
+    const Placement placement = PlacementFor(ranks);
+    if (!placement.possible) {
+      WARN("skipped with " << ranks << " ranks: " << placement.reason);
+      continue;
+    }
+    const auto told = RunRanks(ranks, placement.gpus, CollectiveKind::kIpc, [&](const RankSetup& setup) {
+      const auto run = [&]() -> absl::Status {
+        constexpr int64_t kCols = 7168, kOuts = 2112, kScores = 384, kGate = 256;
+        constexpr int kOps = 4, kRounds = 8, kReplays = 20;
+        kernels::CudaBackendOptions backend_options;
+        backend_options.device = setup.device;
+        backend_options.workspace_bytes = 4 << 20;
+        KDT_ASSIGN_OR_RETURN(const auto backend, kernels::MakeCudaBackend(backend_options));
+        CudaCollectiveOptions options = setup.options;
+        options.stream = static_cast<cudaStream_t>(backend->stream());
+        KDT_ASSIGN_OR_RETURN(const auto collective, CudaCollective::Make(options));
+        collective->SetDeadline(absl::Now() + absl::Seconds(50));
+        Memory x, residual, out, weight, w, y, inner;
+        KDT_RETURN_IF_ERROR(w.Make(kOuts * kCols * 2, 0));
+        for (Memory* memory : {&x, &residual, &out, &weight, &y, &inner})
+          KDT_RETURN_IF_ERROR(memory->Make(9 * kCols * 2, 0));
+        const auto set = [&](const Memory& memory, const std::vector<uint16_t>& values) {
+          KDT_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(memory.as<char>(), values.data(), values.size() * 2,
+                                                   cudaMemcpyHostToDevice, collective->stream()));
+          return KDT_CUDA_STATUS(cudaStreamSynchronize(collective->stream()));
+        };
+        KDT_RETURN_IF_ERROR(set(w, Values(1, kOuts * kCols, 0.02f)));
+        KDT_RETURN_IF_ERROR(set(weight, Values(2, kCols, 1.0f)));
+        for (const int64_t rows : {1, 2, 4, 8, 9}) {
+          const auto tensor = [&](const Memory& m, int64_t cols) {
+            return MakeTensor(m.as<char>(), DType::kBF16, rows, cols);
+          };
+          const auto matrix = [&](int64_t first, int64_t outs) {
+            return MakeTensor(w.as<uint16_t>() + first * kCols, DType::kBF16, outs, kCols);
+          };
+          const kernels::RmsNormArgs norm{tensor(x, kCols), tensor(residual, kCols), weight.as<uint16_t>(),
+                                          1e-5f, tensor(out, kCols)};
+          kernels::GemmArgs scores{norm.out, matrix(0, kScores),
+                                   MakeTensor(y.as<char>(), DType::kF32, rows, kScores)};
+          scores.beside_w = matrix(kScores, 2 * kGate);
+          scores.beside_y = tensor(inner, kGate);
+          scores.beside_gated = true;
+          const kernels::GemmArgs gemms[] = {scores, {norm.out, matrix(0, kOuts), tensor(y, kOuts)}};
+          std::vector<char> results[2];
+          for (const bool together : {false, true}) {
+            KDT_ASSIGN_OR_RETURN(const auto graph, backend->Capture([&]() -> absl::Status {
+              for (int i = 0; i < kOps; ++i) {
+                const kernels::GemmArgs& gemm = gemms[i % 2];
+                KDT_RETURN_IF_ERROR(together
+                                        ? collective->AllReduceNormGemm(*backend, norm, gemm)
+                                        : collective->Collective::AllReduceNormGemm(*backend, norm, gemm));
+              }
+              return absl::OkStatus();
+            }));
+            for (uint32_t round = 0; round < kRounds; ++round) {
+              const auto seed = round * 32 + static_cast<uint32_t>(setup.rank);
+              KDT_RETURN_IF_ERROR(set(x, Values(seed, rows * kCols, 0.1f)));
+              KDT_RETURN_IF_ERROR(set(residual, Values(round * 32 + 31, rows * kCols, 1.0f)));
+              for (int replay = 0; replay < kReplays; ++replay) KDT_RETURN_IF_ERROR(graph->Replay());
+              KDT_RETURN_IF_ERROR(collective->Finish(*backend));
+              for (const Memory* memory : {&residual, &out, &y, &inner}) {
+                std::vector<char> bytes(static_cast<size_t>(9 * kCols * 2));
+                KDT_CUDA_RETURN_IF_ERROR(
+                    cudaMemcpy(bytes.data(), memory->as<char>(), bytes.size(), cudaMemcpyDeviceToHost));
+                results[together].insert(results[together].end(), bytes.begin(), bytes.end());
+              }
+            }
+          }
+          if (results[0] != results[1]) return absl::InternalError(absl::StrCat(rows, " rows"));
+        }
+        return collective->exchange().Agree(absl::OkStatus());
+      };
+      return std::string(run().message());
+    });
+    for (const std::string& text : told) CHECK(text == "");
+  }
 }
 
 }  // namespace kdt
