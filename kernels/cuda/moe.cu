@@ -8,7 +8,8 @@
 
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/gemm/skinny.h"
-#include "kernels/cuda/moe/worker.cuh"
+#include "kernels/cuda/moe/down.cuh"
+#include "kernels/cuda/moe/gate_up.cuh"
 #include "kernels/cuda/ops.h"
 
 namespace kdt::cuda {
