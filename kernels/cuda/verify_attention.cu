@@ -107,8 +107,8 @@ class Layout {
     const int64_t tile = parts_[classes_.count - 1].tile_rows;
     if (args_.split_keys > 0)
       return RunReduce<8, 1>(params, rows_of_tiles);  // the order of the sum is part of the bits
-    // Longer pieces for one row: better up to 8192 keys, where a lane has all its splits in flight, than
-    // worse beyond.
+    // Longer pieces for one row: better with few keys, where a lane has all its splits in flight (144 in
+    // all), than worse with many.
     if (rows <= kSmallQueries / 2) return RunReduce<8, 2>(params, rows_of_tiles);
     if (rows <= kSmallQueries) return RunReduce<8, 4>(params, rows_of_tiles);
     if (rows <= kMiddleQueries) return RunReduce<16, 1>(params, rows_of_tiles);
