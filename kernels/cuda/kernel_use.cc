@@ -20,6 +20,7 @@ constexpr struct {
                     {"MoeKernel", "moe"},
                     {"StreamKernel", "gemm_stream"},
                     {"WholeKernel", "gemm_whole"},
+                    {"HeldKernel", "gemm_held"},
                     {"WideKernel", "gemm_wide"},
                     {"TileKernel", "gemm_tile"},
                     {"MlaQueryKernel", "mla_query"},
