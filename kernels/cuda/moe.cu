@@ -281,11 +281,14 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
     p.ids = args.expert_ids + first * args.top_k;
     p.weights = args.expert_weights + first * args.top_k;
     p.few_ids = p.top_k == kFewChoiceTopK && p.rows <= kFewChoiceRows && Aligned16(p.ids);
-    const Form form = !fit                                        ? Form::kRagged
-                      : pairs > kSharedPairs                      ? Form::kMost
-                      : pairs > kDirectPairs || p.rows > kFewRows ? Form::kMany
-                      : p.rows <= kFewestRows && pairs <= kMailPairs && pairs * w.inner <= kMoeMailWords
-                          ? Form::kFewest
+    // The warps of a row that is alone fetch their activations in twos, for the block's two tiles of down,
+    // and have no turn for a third one.
+    const bool mails = p.rows <= kFewestRows && pairs <= kMailPairs && pairs * w.inner <= kMoeMailWords &&
+                       (p.rows > 1 || p.down_tiles <= kDirectTeams * launch.processors);
+    const Form form = !fit                                         ? Form::kRagged
+                      : pairs > kSharedPairs                       ? Form::kMost
+                      : pairs > kDirectPairs || p.rows > kFewRows  ? Form::kMany
+                      : mails                                      ? Form::kFewest
                       : TeamsAreBusy(launch, pairs * p.gate_tiles) ? Form::kFew
                                                                    : Form::kWhole;
     p.product = static_cast<float*>(launch.workspace);
