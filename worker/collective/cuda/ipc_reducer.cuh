@@ -36,9 +36,11 @@ __device__ __forceinline__ int PlaceOf(int row, int four, int t) {
 __device__ __forceinline__ void Unpack4(float (&v)[4], const uint2& bits) {
   v[0] = LowBf16(bits.x), v[1] = HighBf16(bits.x), v[2] = LowBf16(bits.y), v[3] = HighBf16(bits.y);
 }
-// Scale8 of two values: a product of two bf16 is exact in float32, so it is rounded once either way.
+// Scale8 of two values. By float32, where a NaN comes out of the conversion as 0x7fff whatever its sign: so
+// no value has all bits set.
 __device__ __forceinline__ uint32_t ScalePair(uint32_t v, float factor, uint32_t weight) {
-  return MulBf16x2(PackBf16(LowBf16(v) * factor, HighBf16(v) * factor), weight);
+  return PackBf16(LowBf16(weight) * Rounded<bf16>(LowBf16(v) * factor),
+                  HighBf16(weight) * Rounded<bf16>(HighBf16(v) * factor));
 }
 
 struct ReduceParams {
