@@ -14,8 +14,9 @@ struct GemmArgs {
   // x is [rows, 2 in], gate and up side by side, and silu(gate) * up takes its place: the bits of SiluMul before it.
   bool gated = false;
   // A second matrix with the same inputs, for a second output: beside_y = x beside_w^T (never accumulated); no rows: none.
-  // With beside_gated it is gate and up, half of its rows each, and beside_y [rows, half as many] = silu(gate) * up: the
-  // bits of SiluMul behind a gemm. Not with `gated`.
+  // With beside_gated it is gate and up, half of its rows each, and beside_y [rows, half as many] = silu(gate) * up, as
+  // SiluMul behind a gemm. Not with `gated`. On the CPU these are the bits of the ops one by one; on CUDA the order of
+  // the sums follows from both matrices together.
   Tensor beside_w, beside_y;
   bool beside_gated = false;
 };
