@@ -92,7 +92,7 @@ int GenerateCommand(const std::vector<std::string>& args) {
   if (!several && !samples.empty()) std::printf("\n");
   for (size_t i = 0; i < samples.size(); ++i) {
     if (several) std::printf("%s--- sample %zu\n%s\n", i > 0 ? "\n" : "", i, samples[i].text.c_str());
-    if (samples[i].logprobs.empty()) continue;
+    if (!run.ok() || samples[i].logprobs.empty()) continue;
     std::printf("\n");
     if (const absl::Status status = PrintLogprobs(**stub, samples[i].logprobs); !status.ok()) {
       return Failed(status);

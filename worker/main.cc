@@ -27,7 +27,7 @@
 #include "worker/service/worker_service.h"
 
 namespace kdt {
-constexpr int64_t kValidateEvery = 64;
+constexpr int64_t kValidateEvery = 64;  // by its value the flag is known to have been set
 }  // namespace kdt
 
 ABSL_FLAG(std::string, model, "", "folder of the target checkpoint");

@@ -1,6 +1,7 @@
 // Where a step's time goes. On a GPU ops are queued, so the phases inside the forward measure the queueing.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 
@@ -18,7 +19,9 @@ struct PhaseTimes {
 };
 
 // Adds the time from construction to destruction, less what `collective`, if given, waits for other ranks in
-// it: a step's phases do not overlap, and waiting is one of them.
+// it: a step's phases do not overlap, and waiting is one of them. Where ops are queued, waiting is told when
+// kernels of any time before get to it, so there may be more of it than time has passed: then nothing is
+// added.
 class PhaseTimer {
  public:
   explicit PhaseTimer(int64_t* total, const Collective* collective = nullptr)
@@ -27,9 +30,10 @@ class PhaseTimer {
         waited_ns_(Waited()),
         start_(std::chrono::steady_clock::now()) {}
   ~PhaseTimer() {
-    *total_ += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_)
-                   .count() -
-               (Waited() - waited_ns_);
+    const int64_t passed_ns =
+        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_)
+            .count();
+    *total_ += std::max<int64_t>(0, passed_ns - (Waited() - waited_ns_));
   }
   PhaseTimer(const PhaseTimer&) = delete;
   PhaseTimer& operator=(const PhaseTimer&) = delete;
