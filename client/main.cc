@@ -22,9 +22,7 @@ constexpr char kUsage[] =
     "  kdt tree FILE              draw draft trees (see kdt tree --help)\n\n"
     "All but tree talk to --server HOST:PORT. kdt --help lists every flag.";
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int Run(int argc, char** argv) {
   // tree works without a server and reads its own arguments.
   if (argc > 1 && std::string(argv[1]) == "tree") {
     return kdt::RunTreeCommand(std::vector<std::string>(argv + 2, argv + argc));
@@ -44,4 +42,14 @@ int main(int argc, char** argv) {
   if (command == "info") return kdt::InfoCommand(args);
   if (command == "bench") return kdt::BenchCommand(args);
   return kdt::WrongCall("unknown command \"" + command + "\"; kdt --help lists them");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int status = Run(argc, argv);
+  // A full disk or a closed pipe takes part of the answer.
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return status;
+  std::fprintf(stderr, "kdt: standard output could not be written\n");
+  return 1;
 }

@@ -2,6 +2,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 
 namespace kdt {
 
@@ -13,7 +14,9 @@ absl::StatusOr<std::string> QuotedToken(GenerationStub& stub, uint32_t id) {
   if (const auto status = stub.Detokenize(&context, request, &response); !status.ok()) {
     return ToAbsl(status, context);
   }
-  return absl::StrCat("\"", absl::Utf8SafeCEscape(response.text()), "\"");
+  // The apostrophe needs no escape between quotation marks.
+  return absl::StrCat("\"", absl::StrReplaceAll(absl::Utf8SafeCEscape(response.text()), {{"\\'", "'"}}),
+                      "\"");
 }
 
 }  // namespace kdt

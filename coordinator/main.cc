@@ -39,7 +39,8 @@ ABSL_FLAG(std::string, group_tls_server_name, "",
           "name in the workers' certificates, when it is not the host of their address");
 ABSL_FLAG(int, metrics_port, -1, "port of /metrics; 0 takes a free one, -1: none");
 ABSL_FLAG(std::string, metrics_host, "127.0.0.1", "address that the port of /metrics is bound to");
-ABSL_FLAG(int, max_waiting, 256, "requests that may wait before new ones are refused");
+ABSL_FLAG(int, max_waiting, 256,
+          "requests that may wait before new ones are refused, at least 1: each waits for a moment");
 ABSL_FLAG(int, max_running, 64, "samples that run at once");
 ABSL_FLAG(int, prefill_chunk, 512, "most prompt tokens of one sample a step");
 ABSL_FLAG(int, step_timeout_ms, 30'000, "deadline of one step; a rank that misses it ends the epoch");
@@ -95,7 +96,7 @@ absl::Status CheckFlags() {
   if (absl::GetFlag(FLAGS_model).empty()) return absl::InvalidArgumentError("--model is required");
   if (absl::GetFlag(FLAGS_workers).empty()) return absl::InvalidArgumentError("--workers is required");
   KDT_RETURN_IF_ERROR(CheckAtLeast("metrics_port", absl::GetFlag(FLAGS_metrics_port), -1));
-  KDT_RETURN_IF_ERROR(CheckAtLeast("max_waiting", absl::GetFlag(FLAGS_max_waiting), 0));
+  KDT_RETURN_IF_ERROR(CheckAtLeast("max_waiting", absl::GetFlag(FLAGS_max_waiting), 1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("max_running", absl::GetFlag(FLAGS_max_running), 1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("record_trees_count", absl::GetFlag(FLAGS_record_trees_count), 1));
   KDT_RETURN_IF_ERROR(CheckAtLeast("prefill_chunk", absl::GetFlag(FLAGS_prefill_chunk), 1));

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <utility>
 #include <thread>
 
 #include "absl/flags/flag.h"
@@ -149,6 +150,12 @@ absl::StatusOr<EngineOptions> OptionsFromFlags() {
         check("validate_every", options.validate_every, 1, int64_t{1} << 32),
         check("metrics_port", absl::GetFlag(FLAGS_metrics_port), -1, 65535)}) {
     if (!status.ok()) return status;
+  }
+  // One token of prompt and one of answer.
+  for (const auto& [flag, value] :
+       {std::pair{"kv_slots", options.kv_slots}, std::pair{"max_context", options.max_context}}) {
+    if (value == 1)
+      return absl::InvalidArgumentError(absl::StrCat("--", flag, ": 1 is too little for an answer"));
   }
   const std::string moe = absl::GetFlag(FLAGS_moe);
   if (moe != "tensor" && moe != "expert") {

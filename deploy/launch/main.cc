@@ -67,8 +67,9 @@ ABSL_FLAG(std::string, record_trees, "", "write the first verified trees to this
 ABSL_FLAG(int, drain_timeout_s, 30, "on SIGTERM, how long running requests may go on");
 ABSL_FLAG(std::string, on_loss, "exit",
           "when a worker dies: exit (end the group) or restart (all workers together)");
-ABSL_FLAG(int, max_restarts, 5,
-          "with --on_loss=restart: losses within ten minutes after which the launcher gives up");
+ABSL_FLAG(
+    int, max_restarts, 5,
+    "with --on_loss=restart: losses within ten minutes that are mended; at one more the launcher gives up");
 ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
 
 namespace {

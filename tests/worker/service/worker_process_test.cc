@@ -266,6 +266,8 @@ TEST_CASE("a bad flag is named and the status is 2", "[worker]") {
       {"--listen=nowhere", "--listen"},
       {"--threads=0", "--threads"},
       {"--kv_slots=-1", "--kv_slots"},
+      {"--kv_slots=1", "--kv_slots: 1 is too little"},
+      {"--max_context=1", "--max_context: 1 is too little"},
       {"--model=", "--model"},
       {"--log_level=loud", "log_level"},
       // What would do nothing.

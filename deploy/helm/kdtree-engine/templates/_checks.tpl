@@ -84,6 +84,9 @@
 {{- /* All ports of a pod share one network namespace. */ -}}
 {{- $metricsEnd := add (int $v.metrics.port) $tp -}}
 {{- if $v.metrics.enabled -}}
+{{- if gt (int $metricsEnd) 65535 -}}
+{{- fail (printf "metrics.port: %d leaves no port for every rank" (int $v.metrics.port)) -}}
+{{- end -}}
 {{- range $port := list 50051 50052 -}}
 {{- if and (ge $port (int $v.metrics.port)) (le $port (int $metricsEnd)) -}}
 {{- fail (printf "metrics.port: %d to %d (one a rank) would take port %d of the API" (int $v.metrics.port) (int $metricsEnd) $port) -}}
