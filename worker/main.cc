@@ -6,8 +6,8 @@
 #include <cstdio>
 #include <memory>
 #include <string>
-#include <utility>
 #include <thread>
+#include <utility>
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"

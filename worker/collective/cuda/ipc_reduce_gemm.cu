@@ -55,7 +55,7 @@ class Inputs {
     const bool second = kEach == 2 && place >= kSteps;
     first_ = (second ? block.first[kEach - 1] : block.first[0]) + 4 * (place % kSteps);
     from_ = mail->x + PlaceOf(row_, 2 * first_, block.lane & 3);
-    count_ = row_ < p_.rows ? (second ? block.count[kEach - 1] : block.count[0]) - place % kSteps : 0;
+    count_ = row_ < p_.norm.rows ? (second ? block.count[kEach - 1] : block.count[0]) - place % kSteps : 0;
   }
 
   __device__ __forceinline__ void Load(int j) {
@@ -93,7 +93,7 @@ class Inputs {
  private:
   // Slot j: with eight rows there is one group, which has both shares.
   __device__ __forceinline__ bool Has(int j) const {
-    if (kRows == 8 && j >= kSteps) return row_ < p_.rows && j - kSteps < block_.count[kEach - 1];
+    if (kRows == 8 && j >= kSteps) return row_ < p_.norm.rows && j - kSteps < block_.count[kEach - 1];
     return j < count_;
   }
   __device__ __forceinline__ const uint32_t* Mail(int j) const {
@@ -243,27 +243,15 @@ cudaError_t IpcReduceNormGemm(const IpcPeers& peers, const kernels::RmsNormArgs&
                               const kernels::GemmArgs& gemm, cudaStream_t stream) {
   Plan plan;
   if (!MakePlan(peers, norm, gemm, &plan)) return cudaErrorInvalidValue;
-  const ReduceParams reduce{peers,
-                            Data<bf16>(norm.x),
-                            Data<bf16>(norm.residual),
-                            norm.residual.stride,
-                            reinterpret_cast<const bf16*>(norm.weight),
-                            norm.eps,
-                            static_cast<int>(norm.x.rows),
-                            static_cast<int>(norm.x.cols),
-                            Data<bf16>(norm.out),
-                            norm.out.stride,
-                            plan.slices,
-                            plan.rows_each,
-                            plan.owners};
+  const ReduceParams reduce{peers, MakeNormRows(norm), plan.slices, plan.rows_each, plan.owners};
   const auto launch = [&]<typename S>(S) {
     const auto with = [&](auto* kernel) {
       return LaunchAfter(Launch{stream}, kernel, dim3(plan.tiles), dim3(S::kThreads), S::kShared, plan.gemm,
                          reduce);
     };
-    if (reduce.rows == 1) return with(SumAndMultiplyKernel<S, 1>);
-    if (reduce.rows == 2) return with(SumAndMultiplyKernel<S, 2>);
-    return reduce.rows <= 4 ? with(SumAndMultiplyKernel<S, 4>) : with(SumAndMultiplyKernel<S, 8>);
+    if (reduce.norm.rows == 1) return with(SumAndMultiplyKernel<S, 1>);
+    if (reduce.norm.rows == 2) return with(SumAndMultiplyKernel<S, 2>);
+    return reduce.norm.rows <= 4 ? with(SumAndMultiplyKernel<S, 4>) : with(SumAndMultiplyKernel<S, 8>);
   };
   return plan.gemm.splits == 8 ? launch(EightShares{}) : launch(FourShares{});
 }

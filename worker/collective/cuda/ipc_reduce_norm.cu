@@ -10,18 +10,6 @@
 namespace kdt::cuda {
 namespace {
 
-struct Params {
-  const bf16* x;  // [rows, n]
-  bf16* residual;
-  int64_t residual_stride;
-  const bf16* weight;
-  float eps;
-  int rows;
-  int n;
-  bf16* out;
-  int64_t out_stride;
-};
-
 // v = the sum over the ranks of this thread's chunks of a row, in rank order; the row is at `offset` of every
 // rank's block, also of this one's.
 template <int kChunks>
@@ -57,7 +45,7 @@ __device__ __forceinline__ void SumRow(const IpcPeers& peers, size_t offset, int
 // are under way at once: a second round of them costs a microsecond.
 template <int kChunks>
 __global__ void __launch_bounds__(kIpcThreads, 1)
-    OneShotNormKernel(const __grid_constant__ IpcPeers peers, const __grid_constant__ Params p) {
+    OneShotNormKernel(const __grid_constant__ IpcPeers peers, const __grid_constant__ NormRows p) {
   __shared__ float shared[kIpcThreads / 32];
   const int chunks = p.n / 8, lane = threadIdx.x & 31, warps = blockDim.x / 32;
   const auto at = [&](int c) { return static_cast<int>(threadIdx.x + c * blockDim.x); };
@@ -126,15 +114,7 @@ bool IpcTakesNorm(const kernels::RmsNormArgs& norm) {
 }
 
 cudaError_t IpcReduceNorm(const IpcPeers& peers, const kernels::RmsNormArgs& norm, cudaStream_t stream) {
-  const Params p{Data<bf16>(norm.x),
-                 Data<bf16>(norm.residual),
-                 norm.residual.stride,
-                 reinterpret_cast<const bf16*>(norm.weight),
-                 norm.eps,
-                 static_cast<int>(norm.x.rows),
-                 static_cast<int>(norm.x.cols),
-                 Data<bf16>(norm.out),
-                 norm.out.stride};
+  const NormRows p = MakeNormRows(norm);
   const int chunks = p.n / 8;
   const int blocks = std::min(p.rows, peers.max_blocks);
   // As rms_norm shares a row out over its threads.

@@ -45,15 +45,7 @@ __device__ __forceinline__ uint32_t ScalePair(uint32_t v, float factor, uint32_t
 
 struct ReduceParams {
   IpcPeers peers;
-  const bf16* x;  // [rows, n]
-  bf16* residual;
-  int64_t residual_stride;
-  const bf16* weight;
-  float eps;
-  int rows;
-  int n;
-  bf16* out;
-  int64_t out_stride;
+  NormRows norm;
   int slices, rows_each;  // of a row; a block's rows
   int owners;             // blocks that reduce
 };
@@ -70,7 +62,7 @@ __device__ __forceinline__ float Factor(const ReduceParams& p, const uint4& squa
               (__uint_as_float(squares.y) + __uint_as_float(squares.w));
   sum += __shfl_xor_sync(~0u, sum, 2);
   sum += __shfl_xor_sync(~0u, sum, 1);
-  return rsqrtf(sum / static_cast<float>(p.n) + p.eps);
+  return rsqrtf(sum / static_cast<float>(p.norm.n) + p.norm.eps);
 }
 
 // Of a thread of a block that reduces: four values of a row.
@@ -80,14 +72,14 @@ class Reducer {
 
   __device__ __forceinline__ void Show() {
     const int at = At(), row = Row();
-    if (Reduces() && at % 16 == 0) PrefetchL2(p.weight + at * 4);
+    if (Reduces() && at % 16 == 0) PrefetchL2(p.norm.weight + at * 4);
     WaitForPrevious();
     number_ = NextNumber(p.peers);
     if (Reduces()) {
-      before_ = reinterpret_cast<const uint2*>(p.residual + row * p.residual_stride)[at];
-      const int64_t in_x = static_cast<int64_t>(row) * (p.n / 4) + at;
+      before_ = reinterpret_cast<const uint2*>(p.norm.residual + row * p.norm.residual_stride)[at];
+      const int64_t in_x = static_cast<int64_t>(row) * (p.norm.n / 4) + at;
       reinterpret_cast<uint2*>(p.peers.blocks[p.peers.rank] + BufferOf(p.peers, number_))[in_x] =
-          reinterpret_cast<const uint2*>(p.x)[in_x];
+          reinterpret_cast<const uint2*>(p.norm.x)[in_x];
     }
     const unsigned long long start = Arrive(p.peers, &IpcFlags::arrived, number_);
     if (threadIdx.x == 0) *Start() = start;
@@ -101,7 +93,7 @@ class Reducer {
     __shared__ float squares_of_chunks[kMostRowsEach][2][kSliceChunks];
     // The row lies here in every rank's block, also in this one's.
     const int lane = threadIdx.x & 31, odd = lane & 1, at = At(), row = Row();
-    const size_t offset = BufferOf(p.peers, number_) + static_cast<size_t>(row) * p.n * sizeof(bf16);
+    const size_t offset = BufferOf(p.peers, number_) + static_cast<size_t>(row) * p.norm.n * sizeof(bf16);
     float v[4], r[4];
     for (int base = 0; base < p.peers.size; base += kBatch) {
       uint2 values[kBatch];
@@ -143,18 +135,18 @@ class Reducer {
       if (warp == 0 && lane >= warps && lane < kIpcMailSquares)
         PostMail(squares + lane % 4 * 4 + lane / 4, 0u);
     }
-    reinterpret_cast<uint2*>(p.residual + row * p.residual_stride)[at] = sums;
-    if (blockIdx.x == 0 && threadIdx.x == 0 && p.rows <= kFewRows) PostMail(mail->bell, 0);
-    const uint2 weight = __ldg(reinterpret_cast<const uint2*>(p.weight) + at);
+    reinterpret_cast<uint2*>(p.norm.residual + row * p.norm.residual_stride)[at] = sums;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && p.norm.rows <= kFewRows) PostMail(mail->bell, 0);
+    const uint2 weight = __ldg(reinterpret_cast<const uint2*>(p.norm.weight) + at);
     const uint32_t* const squares = mail->squares + row * kIpcMailSquares + 4 * (lane & 3);
     uint4 all = LoadMail(squares);
     for (unsigned looks = 0; __any_sync(~0u, !HasCome(all)) && !GivenUp(p, looks); ++looks)
       all = LoadMail(squares);
     const float factor = Factor(p, all);
     const uint2 normed = {ScalePair(sums.x, factor, weight.x), ScalePair(sums.y, factor, weight.y)};
-    if (blockIdx.x == 0 && threadIdx.x == 0 && p.rows > kFewRows) PostMail(mail->bell, 0);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && p.norm.rows > kFewRows) PostMail(mail->bell, 0);
     PostMail(mail->x + PlaceOf(row, at / 8, at / 2 % 4) + 2 * odd, normed);
-    reinterpret_cast<uint2*>(p.out + row * p.out_stride)[at] = normed;
+    reinterpret_cast<uint2*>(p.norm.out + row * p.norm.out_stride)[at] = normed;
   }
 
   __device__ __forceinline__ bool IsOwner() const { return static_cast<int>(blockIdx.x) < p.owners; }
@@ -170,11 +162,11 @@ class Reducer {
   __device__ __forceinline__ int Row() const {
     return static_cast<int>(blockIdx.x) / p.slices * p.rows_each + OwnRow();
   }
-  __device__ __forceinline__ bool Reduces() const { return OwnRow() < p.rows_each && Row() < p.rows; }
+  __device__ __forceinline__ bool Reduces() const { return OwnRow() < p.rows_each && Row() < p.norm.rows; }
   __device__ __forceinline__ int At() const {  // of fours of values in a row
     constexpr int kHalf = kRowThreads / 2;
     const int thread = static_cast<int>(threadIdx.x);
-    return Slice() * kHalf + thread % kHalf + thread / kHalf % 2 * (p.n / 8);
+    return Slice() * kHalf + thread % kHalf + thread / kHalf % 2 * (p.norm.n / 8);
   }
 
   const ReduceParams& p;

@@ -86,4 +86,28 @@ __device__ __forceinline__ uint4 SumVector(const IpcPeers& peers, size_t offset,
   return Pack(sums);
 }
 
+// What IpcTakesNorm takes, as kernels see it.
+struct NormRows {
+  const bf16* x;  // [rows, n], contiguous
+  bf16* residual;
+  int64_t residual_stride;
+  const bf16* weight;
+  float eps;
+  int rows;
+  int n;
+  bf16* out;
+  int64_t out_stride;
+};
+inline NormRows MakeNormRows(const kernels::RmsNormArgs& norm) {
+  return {Data<bf16>(norm.x),
+          Data<bf16>(norm.residual),
+          norm.residual.stride,
+          reinterpret_cast<const bf16*>(norm.weight),
+          norm.eps,
+          static_cast<int>(norm.x.rows),
+          static_cast<int>(norm.x.cols),
+          Data<bf16>(norm.out),
+          norm.out.stride};
+}
+
 }  // namespace kdt::cuda
