@@ -18,90 +18,33 @@
 namespace kdt {
 namespace {
 
-constexpr int kDescribeTimeoutMs = 5000;
 constexpr int kMaxSilences = 3;  // Describe calls in a row without an answer: the process is there and hangs
-constexpr int kPollMs = 50;
 constexpr int64_t kProgressEveryUs = 2'000'000;
-constexpr int64_t kUnchangedEveryUs = 30'000'000;  // when there is nothing new to tell
+constexpr int64_t kUnchangedEveryUs = 10'000'000;  // when there is nothing new to tell
+constexpr int kDrainTimeoutMs = 5000;
 constexpr int kJoinTimeoutMs = 60'000;
 constexpr int kJoinGraceMs = 5'000;  // so that a rank's own time-out, which names its peer, comes first
 
-absl::Status RankError(const RankLink& link, const absl::Status& status) {
-  return absl::Status(status.code(), absl::StrCat(link.Name(), ": ", status.message()));
-}
-
 // A stopped or stuck process does not end by itself, so nobody who watches processes sees it. The ranks that
 // are ready are ended instead: whoever started the group then starts all ranks again.
-void EndTheOthers(const std::vector<std::unique_ptr<RankLink>>& links, const std::vector<bool>& ready,
-                  const RankLink& hung) {
-  const bool any = std::find(ready.begin(), ready.end(), true) != ready.end();
-  spdlog::error("{} has not answered for {} s: it hangs; {}", hung.Name(),
-                kMaxSilences * kDescribeTimeoutMs / 1000,
+void EndTheOthers(const RankLinks& links, const std::vector<RankPoll::Heard>& heard,
+                  int describe_timeout_ms) {
+  std::vector<std::string> hung;
+  bool any = false;
+  for (size_t i = 0; i < links.size(); ++i) {
+    if (heard[i].silences >= kMaxSilences) hung.push_back(links[i]->Name());
+    any = any || heard[i].ready();
+  }
+  spdlog::error("{} {} not answered for {} s: {}; {}", absl::StrJoin(hung, ", "),
+                hung.size() == 1 ? "has" : "have", kMaxSilences * describe_timeout_ms / 1000,
+                hung.size() == 1 ? "it hangs" : "they hang",
                 any ? "the other ranks are ended so that all start again"
                     : "no other rank is ready, to be ended so that all start again: end its process");
-  for (size_t i = 0; i < links.size(); ++i) {
-    if (!ready[i]) continue;
-    const absl::Status drained = links[i]->Drain(kDescribeTimeoutMs);
-    if (!drained.ok()) spdlog::warn("{} was not ended: {}", links[i]->Name(), drained.message());
-  }
-}
-
-// "2 of 4 ranks are ready; waiting for rank 1 (no answer), rank 3 (20 of 80 MiB loaded)".
-std::string Progress(const std::vector<std::unique_ptr<RankLink>>& links, const std::vector<bool>& ready,
-                     const std::vector<v1::DescribeResponse>& described) {
-  std::vector<std::string> missing;
-  for (size_t i = 0; i < links.size(); ++i) {
-    if (ready[i]) continue;
-    const v1::DescribeResponse& rank = described[i];
-    missing.push_back(rank.tp() == 0 ? absl::StrCat(links[i]->Name(), " (no answer)")
-                                     : absl::StrCat(links[i]->Name(), " (", rank.loaded_bytes() >> 20, " of ",
-                                                    rank.total_bytes() >> 20, " MiB loaded)"));
-  }
-  return absl::StrCat(std::count(ready.begin(), ready.end(), true), " of ", links.size(),
-                      " ranks are ready; waiting for ", absl::StrJoin(missing, ", "));
-}
-
-// Waits until all ranks are ready at once: one that was may have ended since, as when all are started again
-// behind a loss. The first error that ends the wait is a load error. `again`: the ranks have been a group
-// before, so that one which does not answer hangs; a first load may have its reasons to be slow.
-absl::Status WaitLoaded(const std::vector<std::unique_ptr<RankLink>>& links, bool again,
-                        const std::function<bool()>& cancelled,
-                        std::vector<v1::DescribeResponse>* described) {
-  described->assign(links.size(), {});
-  std::vector<bool> ready(links.size(), false);
-  std::vector<int> silences(links.size(), 0);
-  std::string told;
-  int64_t told_us = MonotonicMicros();
-  for (;;) {
-    for (size_t i = 0; i < links.size(); ++i) {
-      const auto answer = links[i]->Describe(kDescribeTimeoutMs);
-      // Not listening yet is another error; who watches the processes tells when it died.
-      silences[i] = absl::IsDeadlineExceeded(answer.status()) ? silences[i] + 1 : 0;
-      (*described)[i] = answer.ok() ? *answer : v1::DescribeResponse();
-      ready[i] = answer.ok() && answer->ready();
-      if (answer.ok() && !answer->load_error().empty()) {
-        return absl::FailedPreconditionError(
-            absl::StrCat(links[i]->Name(), " could not load: ", answer->load_error()));
-      }
-    }
-    if (std::count(ready.begin(), ready.end(), true) == static_cast<int64_t>(links.size())) {
-      return absl::OkStatus();
-    }
-    if (cancelled()) return absl::CancelledError("forming the group was cancelled");
-    const auto hung = std::find(silences.begin(), silences.end(), kMaxSilences);
-    if (again && hung != silences.end()) {
-      EndTheOthers(links, ready, *links[static_cast<size_t>(hung - silences.begin())]);
-      silences.assign(links.size(), 0);
-    } else if (const int64_t now_us = MonotonicMicros(); now_us - told_us >= kProgressEveryUs) {
-      std::string progress = Progress(links, ready, *described);
-      if (progress != told || now_us - told_us >= kUnchangedEveryUs) {
-        spdlog::info("{}", progress);
-        told = std::move(progress);
-        told_us = now_us;
-      }
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(kPollMs));
-  }
+  AtOnce(links, [&heard](RankLink& link) {
+    if (!heard[link.rank()].ready()) return;
+    const absl::Status drained = link.Drain(kDrainTimeoutMs);
+    if (!drained.ok()) spdlog::warn("{} was not ended: {}", link.Name(), drained.message());
+  });
 }
 
 std::string NewCollectiveId(uint64_t epoch) {
@@ -110,8 +53,9 @@ std::string NewCollectiveId(uint64_t epoch) {
 }
 
 // Once a rank has failed or `cancelled` says so, the others are not waited for: they would wait in vain.
-absl::Status JoinAll(const std::vector<std::unique_ptr<RankLink>>& links, uint64_t epoch,
-                     const std::function<bool()>& cancelled) {
+// `failed` is the rank whose error this returns, when it is one's.
+absl::Status JoinAll(const RankLinks& links, uint64_t epoch, const std::function<bool()>& cancelled,
+                     const RankLink** failed) {
   v1::JoinGroupRequest request;
   request.set_epoch(epoch);
   request.set_tp(static_cast<uint32_t>(links.size()));
@@ -134,7 +78,10 @@ absl::Status JoinAll(const std::vector<std::unique_ptr<RankLink>>& links, uint64
       ++ended;
       const bool first =
           failure.ok() || (absl::IsDeadlineExceeded(failure) && !absl::IsDeadlineExceeded(joined));
-      if (!joined.ok() && first && !gave_up) failure = RankError(*links[i], joined);
+      if (!joined.ok() && first && !gave_up) {
+        failure = joined;
+        *failed = links[i].get();
+      }
       changed.notify_all();
     });
   }
@@ -143,7 +90,7 @@ absl::Status JoinAll(const std::vector<std::unique_ptr<RankLink>>& links, uint64
     const auto settled = [&] {
       return ended == links.size() || (!failure.ok() && !absl::IsDeadlineExceeded(failure));
     };
-    while (!changed.wait_for(lock, std::chrono::milliseconds(kPollMs), settled) && !cancelled()) {
+    while (!changed.wait_for(lock, std::chrono::milliseconds(kRankPollMs), settled) && !cancelled()) {
     }
     gave_up = ended < links.size();
     if (gave_up && failure.ok()) failure = absl::CancelledError("forming the group was cancelled");
@@ -203,15 +150,97 @@ absl::StatusOr<GroupLimits> CheckDescriptions(const std::vector<v1::DescribeResp
   return limits;
 }
 
-absl::StatusOr<FormedGroup> FormGroup(const std::vector<std::unique_ptr<RankLink>>& links,
-                                      uint64_t last_epoch, const std::function<bool()>& cancelled) {
+bool SeldomLine::Due(const std::string& line, int64_t now_us) {
+  const int64_t pause_us = now_us - told_us_;
+  if (told_us_ != 0 && pause_us < (line == told_ ? kUnchangedEveryUs : shortest_us_)) return false;
+  told_ = line;
+  told_us_ = now_us;
+  return true;
+}
+
+GroupForming::GroupForming(const RankLinks& links, int describe_timeout_ms,
+                           std::function<void(const std::string&)> on_waiting,
+                           std::function<void(uint32_t, const std::string&)> on_rank_error)
+    : links_(links),
+      describe_timeout_ms_(describe_timeout_ms),
+      on_waiting_(std::move(on_waiting)),
+      on_rank_error_(std::move(on_rank_error)),
+      progress_(kProgressEveryUs) {}
+
+// "2 of 4 ranks are ready; waiting for rank 1 (no answer), rank 3 (20 of 80 MiB loaded)".
+std::string GroupForming::Progress(const std::vector<RankPoll::Heard>& heard) const {
+  std::vector<std::string> missing;
+  size_t ready = 0;
+  for (size_t i = 0; i < heard.size(); ++i) {
+    ready += heard[i].ready();
+    if (heard[i].ready()) continue;
+    const v1::DescribeResponse& rank = heard[i].description;
+    const std::string state =
+        heard[i].answered
+            ? absl::StrCat(rank.loaded_bytes() >> 20, " of ", rank.total_bytes() >> 20, " MiB loaded")
+        : load_errors_[i].empty() ? "no answer"
+                                  : absl::StrCat("no answer; it could not load: ", load_errors_[i]);
+    missing.push_back(absl::StrCat(links_[i]->Name(), " (", state, ")"));
+  }
+  return absl::StrCat(ready, " of ", heard.size(), " ranks are ready; waiting for ",
+                      absl::StrJoin(missing, ", "));
+}
+
+absl::Status GroupForming::WaitLoaded(bool again, const std::function<bool()>& cancelled,
+                                      std::vector<v1::DescribeResponse>* described) {
+  load_errors_.resize(links_.size());
+  RankPoll poll(links_, describe_timeout_ms_);
+  const int64_t began_us = MonotonicMicros();
+  for (;; std::this_thread::sleep_for(std::chrono::milliseconds(kRankPollMs))) {
+    const std::vector<RankPoll::Heard> heard = poll.heard();
+    for (size_t i = 0; i < heard.size(); ++i) {
+      const std::string& error = heard[i].description.load_error();
+      if (heard[i].ready()) load_errors_[i].clear();
+      if (error.empty()) continue;
+      load_errors_[i] = error;
+      on_rank_error_(static_cast<uint32_t>(i), absl::StrCat("could not load: ", error));
+      return absl::FailedPreconditionError(absl::StrCat(links_[i]->Name(), " could not load: ", error));
+    }
+    if (std::all_of(heard.begin(), heard.end(), [](const auto& rank) { return rank.ready(); })) {
+      for (const RankPoll::Heard& rank : heard) described->push_back(rank.description);
+      return absl::OkStatus();
+    }
+    if (cancelled()) return absl::CancelledError("forming the group was cancelled");
+    const auto hangs = [](const RankPoll::Heard& rank) { return rank.silences >= kMaxSilences; };
+    if (again && std::any_of(heard.begin(), heard.end(), hangs)) {
+      // Those that hang like it are as far by now.
+      std::this_thread::sleep_for(std::chrono::milliseconds(kRankPollMs));
+      EndTheOthers(links_, poll.heard(), describe_timeout_ms_);
+      poll.ForgetSilences();
+    } else {
+      const std::string waiting = Progress(heard);
+      on_waiting_(waiting);
+      const int64_t now_us = MonotonicMicros();
+      if (now_us - began_us >= kProgressEveryUs && progress_.Due(waiting, now_us)) {
+        spdlog::info("{}", waiting);
+      }
+    }
+  }
+}
+
+absl::StatusOr<FormedGroup> GroupForming::Form(uint64_t last_epoch, const std::function<bool()>& cancelled) {
   FormedGroup formed;
-  KDT_RETURN_IF_ERROR(WaitLoaded(links, last_epoch > 0, cancelled, &formed.ranks));
+  KDT_RETURN_IF_ERROR(WaitLoaded(last_epoch > 0, cancelled, &formed.ranks));
   KDT_ASSIGN_OR_RETURN(formed.limits, CheckDescriptions(formed.ranks));
   formed.epoch = last_epoch + 1;
   for (const auto& rank : formed.ranks) formed.epoch = std::max(formed.epoch, rank.last_epoch() + 1);
-  spdlog::info("all {} ranks are loaded; joining them in epoch {}", links.size(), formed.epoch);
-  KDT_RETURN_IF_ERROR(JoinAll(links, formed.epoch, cancelled));
+  const std::string joining = absl::StrCat("all ", links_.size(), " ranks are loaded; joining them");
+  on_waiting_(joining);
+  if (joining_.Due(joining, MonotonicMicros())) spdlog::info("{} in epoch {}", joining, formed.epoch);
+  const RankLink* failed = nullptr;
+  const absl::Status joined = JoinAll(links_, formed.epoch, cancelled, &failed);
+  if (failed != nullptr) {
+    on_rank_error_(failed->rank(), absl::StrCat("could not join: ", joined.message()));
+    return absl::Status(joined.code(), absl::StrCat(failed->Name(), ": ", joined.message()));
+  }
+  KDT_RETURN_IF_ERROR(joined);
+  joining_.Forget();
+  progress_.Forget();
   return formed;
 }
 

@@ -4,12 +4,13 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "coordinator/group/group.h"
 #include "coordinator/group/rank_link.h"
+#include "coordinator/group/rank_poll.h"
 
 namespace kdt {
 
@@ -19,13 +20,53 @@ struct FormedGroup {
   std::vector<v1::DescribeResponse> ranks;  // by rank
 };
 
-// Blocks; polls as long as ranks are loading. `cancelled` is asked between polls (CANCELLED). Errors name the
-// rank. The epoch is larger than `last_epoch` and than any that a rank has told. With a `last_epoch` other
-// than 0 a rank that listens and does not answer for 15 s hangs: the ranks that answer are then ended.
-absl::StatusOr<FormedGroup> FormGroup(const std::vector<std::unique_ptr<RankLink>>& links,
-                                      uint64_t last_epoch, const std::function<bool()>& cancelled);
-
 // INVALID_ARGUMENT naming the rank when the descriptions do not make one group: rank, tp, checkpoint, sizes.
 absl::StatusOr<GroupLimits> CheckDescriptions(const std::vector<v1::DescribeResponse>& ranks);
+
+// A log line that comes again and again: due when it is new, and every 10 s while it stays the same.
+class SeldomLine {
+ public:
+  explicit SeldomLine(int64_t shortest_us = 0) : shortest_us_(shortest_us) {}
+  bool Due(const std::string& line, int64_t now_us);
+  void Forget() { told_us_ = 0; }  // the next is due
+
+ private:
+  const int64_t shortest_us_;  // between two lines that differ
+  std::string told_;
+  int64_t told_us_ = 0;
+};
+
+// One for all attempts: what a rank said before it ended is told while it is missing. One attempt at a time.
+class GroupForming {
+ public:
+  // A rank that does not tell of itself within `describe_timeout_ms` is silent. `on_waiting` hears what is
+  // waited for, `on_rank_error` why a rank cannot be part of a group; both from the thread that calls Form.
+  // `links` outlives this.
+  GroupForming(const RankLinks& links, int describe_timeout_ms,
+               std::function<void(const std::string&)> on_waiting,
+               std::function<void(uint32_t, const std::string&)> on_rank_error);
+
+  // Blocks; polls as long as ranks are loading. `cancelled` is asked between polls (CANCELLED). Errors name
+  // the rank. The epoch is larger than `last_epoch` and than any that a rank has told. With a `last_epoch`
+  // other than 0 a rank that listens and is silent three times in a row hangs: the ranks that answer are then
+  // ended.
+  absl::StatusOr<FormedGroup> Form(uint64_t last_epoch, const std::function<bool()>& cancelled);
+
+ private:
+  // Waits until all ranks are ready at once: one that was may have ended since, as when all are started again
+  // behind a loss. The first error that ends the wait is a load error. `again`: the ranks have been a group
+  // before, so that one which does not answer hangs; a first load may have its reasons to be slow.
+  absl::Status WaitLoaded(bool again, const std::function<bool()>& cancelled,
+                          std::vector<v1::DescribeResponse>* described);
+  std::string Progress(const std::vector<RankPoll::Heard>& heard) const;
+
+  const RankLinks& links_;
+  const int describe_timeout_ms_;
+  const std::function<void(const std::string&)> on_waiting_;
+  const std::function<void(uint32_t, const std::string&)> on_rank_error_;
+  std::vector<std::string> load_errors_;  // by rank; empty: none since it was ready
+  SeldomLine progress_;
+  SeldomLine joining_;
+};
 
 }  // namespace kdt

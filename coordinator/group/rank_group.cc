@@ -8,7 +8,6 @@
 #include "common/clock.h"
 #include "common/log.h"
 #include "common/status.h"
-#include "coordinator/group/group_forming.h"
 
 namespace kdt {
 namespace {
@@ -25,7 +24,18 @@ int RankTimeoutMs(int step_timeout_ms) { return std::max(1, step_timeout_ms * 4 
 
 }  // namespace
 
-RankGroup::RankGroup(RankGroupOptions options) : options_(std::move(options)) {
+RankGroup::RankGroup(RankGroupOptions options)
+    : options_(std::move(options)),
+      former_(
+          links_, options_.describe_timeout_ms,
+          [this](const std::string& waiting) {
+            const std::lock_guard lock(mutex_);
+            reason_ = waiting;
+          },
+          [this](uint32_t rank, const std::string& error) {
+            const std::lock_guard lock(mutex_);
+            status_[rank].last_error = error;
+          }) {
   KDT_CHECK(!options_.addresses.empty());
   for (size_t i = 0; i < options_.addresses.size(); ++i) {
     links_.push_back(
@@ -95,10 +105,14 @@ void RankGroup::Form() {
 }
 
 void RankGroup::RunForming() {
-  const auto formed = FormGroup(links_, epoch(), [this] { return stopping_.load(); });
+  const auto formed = former_.Form(epoch(), [this] { return stopping_.load(); });
   if (!formed.ok()) {
-    if (!stopping_) spdlog::error("the group did not form: {}", formed.status().message());
-    SetState(GroupState::kDown, std::string(formed.status().message()));
+    const std::string why(formed.status().message());
+    // It is tried again twice a second.
+    if (!stopping_ && did_not_form_.Due(why, MonotonicMicros())) {
+      spdlog::error("the group did not form: {}", why);
+    }
+    SetState(GroupState::kDown, why);
     return;
   }
   step_ = 0;
@@ -121,6 +135,7 @@ void RankGroup::RunForming() {
       status_[i].up = true;
     }
   }
+  did_not_form_.Forget();
   spdlog::info("the group serves: epoch {}, {} ranks, {} KV slots, {} rows a step", formed->epoch,
                links_.size(), formed->limits.kv_slots, formed->limits.max_rows);
   SetState(GroupState::kServing, "");
@@ -348,10 +363,10 @@ void RankGroup::DrainWorkers() {
   stopping_ = true;
   if (forming_.joinable()) forming_.join();
   if (state() != GroupState::kServing) return;
-  for (auto& link : links_) {
-    const absl::Status drained = link->Drain(kDrainTimeoutMs);
-    if (!drained.ok()) spdlog::warn("{} did not drain: {}", link->Name(), drained.message());
-  }
+  AtOnce(links_, [](RankLink& link) {
+    const absl::Status drained = link.Drain(kDrainTimeoutMs);
+    if (!drained.ok()) spdlog::warn("{} did not drain: {}", link.Name(), drained.message());
+  });
   CloseStreams();
   SetState(GroupState::kDown, "drained");
 }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "coordinator/group/group.h"
+#include "coordinator/group/group_forming.h"
 #include "coordinator/group/rank_link.h"
 #include "kdt/v1/worker.pb.h"
 
@@ -22,6 +23,7 @@ struct RankGroupOptions {
   std::vector<std::string> addresses;  // by rank: HOST:PORT or unix:PATH
   RankSecurity security;
   int step_timeout_ms = 30'000;
+  int describe_timeout_ms = 5'000;  // a rank that is silent for three of them hangs
   std::function<void()> on_change;  // called from any thread after state() has changed; must not block
 };
 
@@ -91,6 +93,8 @@ class RankGroup : public Group {
   std::vector<RankStatus> status_;
   int64_t formed_us_ = 0;
 
+  GroupForming former_;  // the forming thread only
+  SeldomLine did_not_form_;
   std::thread forming_;
   std::atomic<bool> stopping_{false};
 

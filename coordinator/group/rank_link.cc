@@ -53,11 +53,10 @@ RankLink::~RankLink() { KDT_CHECK(finished_); }
 
 std::string RankLink::Name() const { return absl::StrCat("rank ", rank_); }
 
-absl::StatusOr<v1::DescribeResponse> RankLink::Describe(int timeout_ms) {
-  grpc::ClientContext context;
-  SetTimeout(&context, timeout_ms);
+absl::StatusOr<v1::DescribeResponse> RankLink::Describe(int timeout_ms, grpc::ClientContext* context) {
+  SetTimeout(context, timeout_ms);
   v1::DescribeResponse response;
-  KDT_RETURN_IF_ERROR(ToAbsl(stub_->Describe(&context, {}, &response)));
+  KDT_RETURN_IF_ERROR(ToAbsl(stub_->Describe(context, {}, &response)));
   return response;
 }
 

@@ -40,9 +40,9 @@ class RankLink {
   const std::string& address() const { return address_; }
   std::string Name() const;  // "rank 3"
 
-  // Unary, blocking up to `timeout_ms`. UNAVAILABLE while nobody listens.
-  absl::StatusOr<v1::DescribeResponse> Describe(int timeout_ms);
-  // CANCELLED soon after another thread calls context->TryCancel().
+  // Unary, blocking up to `timeout_ms`; with a context CANCELLED soon after another thread calls its
+  // TryCancel(). UNAVAILABLE while nobody listens.
+  absl::StatusOr<v1::DescribeResponse> Describe(int timeout_ms, grpc::ClientContext* context);
   absl::StatusOr<v1::JoinGroupResponse> Join(const v1::JoinGroupRequest& request, int timeout_ms,
                                              grpc::ClientContext* context);
   absl::Status Drain(int timeout_ms);

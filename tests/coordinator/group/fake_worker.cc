@@ -43,8 +43,12 @@ void FakeWorker::Restart() {
   KDT_CHECK(server_ != nullptr);
 }
 
-grpc::Status FakeWorker::Describe(grpc::ServerContext*, const v1::DescribeRequest*,
+grpc::Status FakeWorker::Describe(grpc::ServerContext* context, const v1::DescribeRequest*,
                                   v1::DescribeResponse* response) {
+  before_answer(*context);
+  while (fault == Fault::kSilent && !context->IsCancelled()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
   const std::lock_guard lock(description_mutex);
   *response = description;
   return grpc::Status::OK;
@@ -76,6 +80,7 @@ grpc::Status FakeWorker::Steps(grpc::ServerContext* context,
       case Fault::kNone:
       case Fault::kJoinFails:
       case Fault::kJoinHangs:
+      case Fault::kSilent:
         break;
       case Fault::kHang:
         while (!context->IsCancelled()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -106,7 +111,8 @@ grpc::Status FakeWorker::Steps(grpc::ServerContext* context,
   return grpc::Status::OK;
 }
 
-grpc::Status FakeWorker::Drain(grpc::ServerContext*, const v1::DrainRequest*, v1::DrainResponse*) {
+grpc::Status FakeWorker::Drain(grpc::ServerContext* context, const v1::DrainRequest*, v1::DrainResponse*) {
+  before_answer(*context);
   drained = true;
   return grpc::Status::OK;
 }

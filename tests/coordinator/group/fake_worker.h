@@ -4,6 +4,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -21,6 +22,7 @@ enum class Fault {
   kDigest,      // computes something else than the others
   kJoinFails,   // has no room to join
   kJoinHangs,   // waits in JoinGroup for a peer that does not come
+  kSilent,      // listens and tells nothing of itself
   kEndsStream,  // as if the process had died
 };
 
@@ -36,6 +38,8 @@ class FakeWorker final : public v1::Worker::Service {
   v1::DescribeResponse description;
   std::mutex description_mutex;
   std::atomic<Fault> fault{Fault::kNone};
+  // What Describe and Drain do before they answer; set before the group forms.
+  std::function<void(const grpc::ServerContext&)> before_answer = [](const grpc::ServerContext&) {};
   std::atomic<bool> drained{false};
   std::atomic<uint64_t> epoch{0};
 

@@ -1,4 +1,7 @@
 // The group over real unix sockets: forming, steps, and each way in which a rank can fail.
+#include <condition_variable>
+#include <mutex>
+#include <set>
 #include <thread>
 
 #include "common/process.h"
@@ -13,13 +16,15 @@ namespace {
 constexpr int kTp = 4;
 
 struct Ranks {
-  explicit Ranks(int step_timeout_ms = 10000) : dir(*MakeTempDir("kdt-test-")) {
+  explicit Ranks(int step_timeout_ms = 10000, int describe_timeout_ms = 5000)
+      : dir(*MakeTempDir("kdt-test-")) {
     for (int rank = 0; rank < kTp; ++rank) {
       const std::string address = "unix:" + dir + "/rank" + std::to_string(rank);
       options.addresses.push_back(address);
       workers.push_back(std::make_unique<FakeWorker>(address, rank, kTp));
     }
     options.step_timeout_ms = step_timeout_ms;
+    options.describe_timeout_ms = describe_timeout_ms;
     group = std::make_unique<RankGroup>(options);
   }
   ~Ranks() {
@@ -110,6 +115,7 @@ TEST_CASE("a rank that cannot join is named while the others still wait for it")
   ranks.group->Form();
   REQUIRE(ranks.WaitState(GroupState::kDown));
   CHECK(ranks.group->reason() == "rank 1: no room to join");
+  CHECK(ranks.group->Ranks()[1].last_error == "could not join: no room to join");
 }
 
 TEST_CASE("a group that is given up while its ranks join ends without waiting for them") {
@@ -127,6 +133,94 @@ TEST_CASE("a rank that cannot load is named with its reason") {
   ranks.group->Form();
   REQUIRE(ranks.WaitState(GroupState::kDown));
   CheckNamed(ranks, "rank 3", "model-00002.safetensors: missing");
+}
+
+TEST_CASE("why a rank could not load is told while it is missing") {
+  Ranks ranks;
+  const auto change = [&](const auto& changes) {
+    const std::lock_guard lock(ranks.workers[3]->description_mutex);
+    changes(ranks.workers[3]->description);
+  };
+  const auto tells = [&](const std::string& text) {
+    for (int i = 0; i < 1000 && ranks.group->reason().find(text) == std::string::npos; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    return ranks.group->reason().find(text) != std::string::npos;
+  };
+  change([](v1::DescribeResponse& rank) {
+    rank.set_ready(false);
+    rank.set_load_error("no room for the weights");
+  });
+  ranks.group->Form();
+  REQUIRE(ranks.WaitState(GroupState::kDown));
+  CHECK(ranks.group->Ranks()[3].last_error == "could not load: no room for the weights");
+  ranks.workers[3]->Stop();  // as it does soon behind that
+  ranks.group->Form();
+  CHECK(tells("3 of 4 ranks are ready; waiting for rank 3 (no answer; it could not load: no room for the"));
+  change([](v1::DescribeResponse& rank) {
+    rank.clear_load_error();
+    rank.set_total_bytes(80 << 20);
+  });
+  ranks.workers[3]->Restart();
+  CHECK(tells("3 of 4 ranks are ready; waiting for rank 3 (0 of 80 MiB loaded)"));
+  change([](v1::DescribeResponse& rank) { rank.set_ready(true); });
+  REQUIRE(ranks.WaitState(GroupState::kServing));
+}
+
+// Each rank's answer waits until all have been asked: who asks one behind the other gets none in time.
+TEST_CASE("ranks are asked, and ended, at the same time") {
+  std::mutex mutex;
+  std::condition_variable came;
+  std::set<int> asked;
+  Ranks ranks;
+  for (int rank = 0; rank < kTp; ++rank) {
+    ranks.workers[rank]->before_answer = [&, rank](const grpc::ServerContext& context) {
+      std::unique_lock lock(mutex);
+      asked.insert(rank);
+      came.notify_all();
+      while (asked.size() < kTp && !context.IsCancelled()) came.wait_for(lock, std::chrono::milliseconds(5));
+    };
+  }
+  ranks.FormAndServe();
+  {
+    const std::lock_guard lock(mutex);
+    asked.clear();
+  }
+  ranks.group->DrainWorkers();
+  for (const auto& worker : ranks.workers) CHECK(worker->drained);
+}
+
+TEST_CASE("when two ranks hang at once the other two are ended") {
+  Ranks ranks(10000, 200);
+  ranks.FormAndServe();
+  REQUIRE(ranks.Step().ok());
+  for (const int rank : {1, 2}) ranks.workers[rank]->fault = Fault::kSilent;
+  ranks.group->Reject("it is time to form again");
+  ranks.group->Form();
+  const auto drained = [&](int rank) { return ranks.workers[rank]->drained.load(); };
+  for (int i = 0; i < 2000 && !(drained(0) && drained(3)); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK(drained(0));
+  CHECK(drained(3));
+  CHECK_FALSE(drained(1));
+  CHECK_FALSE(drained(2));
+  for (const int rank : {1, 2}) ranks.workers[rank]->fault = Fault::kNone;
+  REQUIRE(ranks.WaitState(GroupState::kServing));
+}
+
+TEST_CASE("a line that comes again and again is told when it is new, else every ten seconds") {
+  SeldomLine line;
+  CHECK(line.Due("a", 1));
+  CHECK_FALSE(line.Due("a", 9'000'000));
+  CHECK(line.Due("b", 9'000'001));
+  CHECK(line.Due("a", 9'000'002));
+  CHECK_FALSE(line.Due("a", 19'000'001));
+  CHECK(line.Due("a", 19'000'002));
+  SeldomLine slow(2'000'000);
+  CHECK(slow.Due("1 of 9", 1));
+  CHECK_FALSE(slow.Due("2 of 9", 1'000'000));
+  CHECK(slow.Due("3 of 9", 2'000'001));
+  slow.Forget();
+  CHECK(slow.Due("3 of 9", 2'000'002));
 }
 
 TEST_CASE("a rank that was ready and ended before the others came is waited for again") {
