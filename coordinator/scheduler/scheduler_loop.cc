@@ -108,6 +108,7 @@ bool Scheduler::GroupServes() {
     speculator_.Reset(limits_);
     builder_.Reset(limits_);
     metrics_.SetGroup(epoch_, group_->Ranks(), DraftDepths());
+    CountPool(MonotonicMicros());
     return true;
   }
   if (state == GroupState::kDown) {

@@ -6,6 +6,25 @@
 
 namespace kdt::testing {
 
+TEST_CASE("the pool's size is told before the first step") {
+  SchedulerOptions options;
+  options.registry = std::make_shared<prometheus::Registry>();
+  ToyOptions toy;
+  Harness harness(toy, options);
+  std::string at_first_step;
+  harness.group.on_step = [&](const v1::StepRequest&) {
+    if (at_first_step.empty())
+      at_first_step = prometheus::TextSerializer().Serialize(options.registry->Collect());
+    return absl::OkStatus();
+  };
+  harness.Start();
+  CHECK(harness.Submit(Spec(Prompt(4), 2))->Wait().ok());
+  harness.scheduler->Stop();
+  INFO(at_first_step);
+  CHECK(at_first_step.find("\nkdt_kv_slots{state=\"free\"} " + std::to_string(toy.slots) + "\n") !=
+        std::string::npos);
+}
+
 TEST_CASE("metrics count what was done") {
   ToyOptions toy;
   toy.block_size = 8;
