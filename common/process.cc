@@ -164,6 +164,15 @@ absl::StatusOr<std::string> ChildProcess::WaitForLine(const std::string& prefix,
   }
 }
 
+std::string ChildProcess::TakeOutput() {
+  KDT_CHECK(stdout_fd_ >= 0);
+  char buffer[4096];
+  for (ssize_t got; (got = read(stdout_fd_, buffer, sizeof(buffer))) > 0;) {
+    unread_.append(buffer, static_cast<size_t>(got));
+  }
+  return std::exchange(unread_, {});
+}
+
 bool DieWithParent() {
   const pid_t parent = getppid();
   prctl(PR_SET_PDEATHSIG, SIGKILL);

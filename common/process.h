@@ -52,6 +52,8 @@ class ChildProcess {
   // Reads standard output until a line that begins with `prefix` is complete and returns that line.
   // UNAVAILABLE with the reason when the process ends first, DEADLINE_EXCEEDED after `timeout_ms`.
   absl::StatusOr<std::string> WaitForLine(const std::string& prefix, int timeout_ms);
+  // Standard output that nobody has read yet, without waiting for more.
+  std::string TakeOutput();
 
  private:
   ChildProcess() = default;
@@ -62,6 +64,10 @@ class ChildProcess {
   std::string unread_;         // standard output behind the last complete line
   std::optional<int> status_;  // as waitpid gives it
 };
+
+// Sent by kdt-launch to the coordinator that it started when the group will not come back: running requests
+// are ended at once, with UNAVAILABLE, where SIGTERM lets them finish.
+constexpr int kGroupGivenUp = SIGUSR1;
 
 // Has the kernel kill this process when its parent ends. False: the parent has ended already.
 bool DieWithParent();

@@ -211,6 +211,7 @@ absl::StatusOr<int> Serve(const sigset_t& signals) {
 
   bool announced = false;
   bool stop = false;
+  bool given_up = false;
   absl::Status bad_budget;  // known once the ranks have told what they take
   while (!stop && !events.group_lost) {
     pollfd fds[2] = {{signal_fd, POLLIN, 0}, {events.pipe_read, POLLIN, 0}};
@@ -219,7 +220,10 @@ absl::StatusOr<int> Serve(const sigset_t& signals) {
     while (read(events.pipe_read, bytes, sizeof(bytes)) > 0) {
     }
     signalfd_siginfo info;
-    while (read(signal_fd, &info, sizeof(info)) == sizeof(info)) stop = true;
+    while (read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
+      stop = true;
+      given_up = given_up || info.ssi_signo == kGroupGivenUp;
+    }
     const bool serving = group.state() == GroupState::kServing;
     server->SetServing(serving && !stop);
     if (serving && !announced) {
@@ -237,7 +241,10 @@ absl::StatusOr<int> Serve(const sigset_t& signals) {
       std::fflush(stdout);
     }
   }
-  if (stop) {
+  if (given_up) {
+    spdlog::error("kdt-launch gives the group up: running requests are ended");
+    scheduler.Stop(absl::UnavailableError(kGroupLost));
+  } else if (stop) {
     spdlog::info("draining");
     const bool drained = scheduler.Drain(std::chrono::seconds(absl::GetFlag(FLAGS_drain_timeout_s)));
     if (!drained) spdlog::warn("some requests did not finish in time and are ended");
@@ -246,9 +253,10 @@ absl::StatusOr<int> Serve(const sigset_t& signals) {
   server->Shutdown(kAnswerGrace);
   to_wake = nullptr;
   KDT_RETURN_IF_ERROR(bad_budget);
-  if (stop && !events.group_lost) group.DrainWorkers();
+  const bool lost = given_up || events.group_lost;
+  if (!lost) group.DrainWorkers();
   close(signal_fd);
-  return events.group_lost ? kExitGroupLost : 0;
+  return lost ? kExitGroupLost : 0;
 }
 
 }  // namespace
@@ -262,7 +270,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "kdt-coordinator: %s\n", std::string(status.message()).c_str());
     return 2;
   }
-  const absl::StatusOr<int> served = kdt::Serve(kdt::BlockSignals({SIGTERM, SIGINT}));
+  const absl::StatusOr<int> served = kdt::Serve(kdt::BlockSignals({SIGTERM, SIGINT, kdt::kGroupGivenUp}));
   if (!served.ok()) {
     spdlog::error("{}", served.status().message());
     return 1;

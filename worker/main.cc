@@ -2,6 +2,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <memory>
@@ -79,7 +80,15 @@ constexpr std::chrono::milliseconds kTellLoadError{1500};
 constexpr absl::Duration kDrainTimeout = absl::Seconds(3);
 constexpr std::chrono::milliseconds kAnswerGrace{100};
 
+// For who started this process, in one line (kdt-launch reads it).
+void TellFailure(std::string why) {
+  std::replace(why.begin(), why.end(), '\n', ' ');
+  std::printf("kdt-worker failed %s\n", why.c_str());
+  std::fflush(stdout);
+}
+
 int Fail(absl::string_view message) {
+  TellFailure(std::string(message));
   std::fprintf(stderr, "kdt-worker: %.*s\n", static_cast<int>(message.size()), message.data());
   return 2;
 }
@@ -279,6 +288,7 @@ int Run(const sigset_t& signals) {
     }
     const std::string error(loaded.status().message());
     spdlog::error("cannot load: {}", error);
+    TellFailure(absl::StrCat("cannot load: ", error));
     service.SetLoadError(error);
     exit_status = 1;
     std::this_thread::sleep_for(kTellLoadError);

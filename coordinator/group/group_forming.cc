@@ -13,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "common/clock.h"
 #include "common/log.h"
+#include "common/loss_note.h"
 #include "common/status.h"
 
 namespace kdt {
@@ -175,11 +176,10 @@ std::string GroupForming::Progress(const std::vector<RankPoll::Heard>& heard) co
     ready += heard[i].ready();
     if (heard[i].ready()) continue;
     const v1::DescribeResponse& rank = heard[i].description;
-    const std::string state =
-        heard[i].answered
-            ? absl::StrCat(rank.loaded_bytes() >> 20, " of ", rank.total_bytes() >> 20, " MiB loaded")
-        : load_errors_[i].empty() ? "no answer"
-                                  : absl::StrCat("no answer; it could not load: ", load_errors_[i]);
+    const std::string state = heard[i].answered   ? absl::StrCat(rank.loaded_bytes() >> 20, " of ",
+                                                                 rank.total_bytes() >> 20, " MiB loaded")
+                              : ended_[i].empty() ? "no answer"
+                                                  : absl::StrCat("no answer; ", ended_[i]);
     missing.push_back(absl::StrCat(links_[i]->Name(), " (", state, ")"));
   }
   return absl::StrCat(ready, " of ", heard.size(), " ranks are ready; waiting for ",
@@ -188,18 +188,22 @@ std::string GroupForming::Progress(const std::vector<RankPoll::Heard>& heard) co
 
 absl::Status GroupForming::WaitLoaded(bool again, const std::function<bool()>& cancelled,
                                       std::vector<v1::DescribeResponse>* described) {
-  load_errors_.resize(links_.size());
+  ended_.resize(links_.size());
   RankPoll poll(links_, describe_timeout_ms_);
   const int64_t began_us = MonotonicMicros();
   for (;; std::this_thread::sleep_for(std::chrono::milliseconds(kRankPollMs))) {
     const std::vector<RankPoll::Heard> heard = poll.heard();
     for (size_t i = 0; i < heard.size(); ++i) {
       const std::string& error = heard[i].description.load_error();
-      if (heard[i].ready()) load_errors_[i].clear();
-      if (error.empty()) continue;
-      load_errors_[i] = error;
-      on_rank_error_(static_cast<uint32_t>(i), absl::StrCat("could not load: ", error));
-      return absl::FailedPreconditionError(absl::StrCat(links_[i]->Name(), " could not load: ", error));
+      const std::string why = !error.empty()      ? absl::StrCat("could not load: ", error)
+                              : heard[i].answered ? ""
+                                                  : ReadLossNote(links_[i]->address());
+      if (heard[i].ready()) ended_[i].clear();
+      if (!why.empty() && why != ended_[i]) {
+        ended_[i] = why;
+        on_rank_error_(static_cast<uint32_t>(i), why);
+      }
+      if (!error.empty()) return absl::FailedPreconditionError(absl::StrCat(links_[i]->Name(), " ", why));
     }
     if (std::all_of(heard.begin(), heard.end(), [](const auto& rank) { return rank.ready(); })) {
       for (const RankPoll::Heard& rank : heard) described->push_back(rank.description);

@@ -64,7 +64,7 @@ class GroupForming {
   const int describe_timeout_ms_;
   const std::function<void(const std::string&)> on_waiting_;
   const std::function<void(uint32_t, const std::string&)> on_rank_error_;
-  std::vector<std::string> load_errors_;  // by rank; empty: none since it was ready
+  std::vector<std::string> ended_;  // by rank: why it ended, as far as that is known; empty once it is ready
   SeldomLine progress_;
   SeldomLine joining_;
 };

@@ -18,9 +18,10 @@ Scheduler::Scheduler(SchedulerOptions options, Group* group, TextTools tools)
       speculator_(options_.speculation),
       builder_(&store_, &speculator_, options_.prefill_chunk) {}
 
-void Scheduler::Stop() {
+void Scheduler::Stop(const absl::Status& why) {
   {
     std::lock_guard lock(mutex_);
+    if (!stop_) stop_why_ = why;
     stop_ = true;
   }
   changed_.notify_all();

@@ -31,6 +31,9 @@
 
 namespace kdt {
 
+// What clients are told when no group will go on with their requests.
+constexpr char kGroupLost[] = "the model group was lost";
+
 struct SchedulerOptions {
   uint32_t vocab_size = 0;
   uint32_t max_waiting = 256;  // requests; more are refused
@@ -51,8 +54,8 @@ class Scheduler {
   ~Scheduler() { Stop(); }
 
   void Start();
-  // Ends the thread; whatever runs is ended with UNAVAILABLE.
-  void Stop();
+  // Ends the thread; whatever runs is ended with `why`.
+  void Stop(const absl::Status& why = absl::UnavailableError("the server is shutting down"));
 
   // Takes a request; the sink hears of it from the scheduler's thread. Returns its id for Cancel.
   // RESOURCE_EXHAUSTED: the queue is full; UNAVAILABLE: the group does not serve or the server is draining.
@@ -106,12 +109,13 @@ class Scheduler {
   const TextTools tools_;
   CoordinatorMetrics metrics_;
 
-  mutable std::mutex mutex_;  // guards the next six
+  mutable std::mutex mutex_;  // guards the next seven
   std::condition_variable changed_;
   std::vector<std::unique_ptr<Request>> inbox_;
   std::vector<Cancellation> cancellations_;
   bool woken_ = false;
   bool stop_ = false;
+  absl::Status stop_why_;
   bool draining_ = false;
   size_t open_requests_ = 0;                // not ended
   std::atomic<uint32_t> running_count_{0};  // samples

@@ -54,7 +54,7 @@ void Scheduler::Run() {
     }
     WaitForWork();
   }
-  EndAll(absl::UnavailableError("the server is shutting down"));
+  EndAll(stop_why_);  // set before the loop ended, and no more
 }
 
 bool Scheduler::TakeCommands() {
@@ -72,7 +72,7 @@ bool Scheduler::TakeCommands() {
     const auto found = requests_.find(cancellation.id);
     if (found != requests_.end()) EndRequest(found->second.get(), cancellation.status);
   }
-  if (lost_ && !requests_.empty()) EndAll(absl::UnavailableError("the model group was lost"));
+  if (lost_ && !requests_.empty()) EndAll(absl::UnavailableError(kGroupLost));
   return true;
 }
 
@@ -140,7 +140,7 @@ void Scheduler::LoseGroup() {
   if (!options_.rejoin) {
     lost_ = true;
     if (options_.on_group_lost) options_.on_group_lost(group_->reason());
-    EndAll(absl::UnavailableError("the model group was lost"));
+    EndAll(absl::UnavailableError(kGroupLost));
   }
   UpdateCounts();
 }

@@ -9,11 +9,14 @@
 #include <cstdio>
 #include <thread>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "common/address.h"
 #include "common/log.h"
+#include "common/loss_note.h"
 #include "common/status.h"
 
 namespace kdt {
@@ -24,10 +27,34 @@ using Clock = std::chrono::steady_clock;
 
 constexpr absl::string_view kCoordinatorReady = "kdt-coordinator ready ";
 constexpr absl::string_view kWorkerReady = "kdt-worker ready ";
-constexpr int kReadMs = 1000;            // for what an ended process has printed: it is there
+constexpr absl::string_view kWorkerFailed = "kdt-worker failed ";
 constexpr milliseconds kEndGrace{1500};  // after SIGTERM, before SIGKILL
 constexpr std::chrono::minutes kRestartWindow{10};
 constexpr std::chrono::seconds kMaxBackoff{30};
+
+// Killed when it still runs at the deadline.
+void EndBy(ChildProcess* process, Clock::time_point deadline) {
+  const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now()).count();
+  if (process->WaitEnded(static_cast<int>(std::max<int64_t>(left, 0)))) return;
+  process->Signal(SIGKILL);
+  process->WaitEnded(5000);
+}
+
+struct WorkerEnd {
+  bool early = false;  // it ended by itself before it listened
+  std::string why;     // ": REASON" when it told one
+};
+
+WorkerEnd ReadWorkerEnd(ChildProcess& worker) {
+  WorkerEnd end;
+  end.early = worker.exit_status().has_value();
+  const std::string output = worker.TakeOutput();
+  for (absl::string_view line : absl::StrSplit(output, '\n')) {
+    if (absl::StartsWith(line, kWorkerReady)) end.early = false;
+    if (absl::ConsumePrefix(&line, kWorkerFailed)) end.why = absl::StrCat(": ", line);
+  }
+  return end;
+}
 
 }  // namespace
 
@@ -47,6 +74,7 @@ absl::Status GroupSupervisor::StartWorkers() {
   workers_.clear();
   for (int i = 0; i < options_.ranks; ++i) {
     const int rank = options_.first_rank + i;
+    RemoveLossNote(WorkerAddress(rank));
     ChildProcess::Options process;
     process.name = absl::StrCat("worker ", rank);
     process.argv = {absl::StrCat(options_.bin_dir, "/kdt-worker"), absl::StrCat("--rank=", rank),
@@ -128,16 +156,20 @@ ChildProcess* GroupSupervisor::FirstEnded() {
 }
 
 bool GroupSupervisor::HandleLoss(ChildProcess& lost) {
-  std::string reason = absl::StrCat(lost.name(), " (pid ", lost.pid(), ") ", lost.EndReason());
   const bool is_worker = !coordinator_.has_value() || &lost != &*coordinator_;
+  const WorkerEnd end = is_worker ? ReadWorkerEnd(lost) : WorkerEnd();
+  const std::string reason = absl::StrCat(lost.name(), " (pid ", lost.pid(), ") ", lost.EndReason(),
+                                          end.early ? " before it listened" : "", end.why);
+  if (is_worker) {
+    const auto index = static_cast<int>(&lost - workers_.data());
+    WriteLossNote(WorkerAddress(options_.first_rank + index), reason);
+  }
   const auto now = Clock::now();
   losses_.push_back(now);
   std::erase_if(losses_, [&](Clock::time_point at) { return now - at > kRestartWindow; });
 
   // What a worker refuses at the first start (a flag, an address) it refuses again.
-  const bool hopeless = is_worker && first_loss_.empty() && lost.exit_status().has_value() &&
-                        !lost.WaitForLine(std::string(kWorkerReady), kReadMs).ok();
-  if (hopeless) absl::StrAppend(&reason, " before it listened");
+  const bool hopeless = end.early && first_loss_.empty();
   if (first_loss_.empty()) first_loss_ = reason;
 
   const bool coordinator_lost = coordinator_.has_value() && coordinator_->Ended();
@@ -197,26 +229,33 @@ int GroupSupervisor::Drain() {
     AwaitWorkers();
   }
   EndAll(kEndGrace);
+  for (int i = 0; i < options_.ranks; ++i) RemoveLossNote(WorkerAddress(options_.first_rank + i));
   spdlog::info("stopped");
   return 0;
 }
 
+void GroupSupervisor::GiveUp() {
+  if (coordinator_.has_value()) coordinator_->Signal(kGroupGivenUp);
+  EndWorkers(kEndGrace);  // a step that waits for them ends
+  if (coordinator_.has_value()) coordinator_->WaitEnded(static_cast<int>(kEndGrace.count()));
+  EndAll(milliseconds(0));
+}
+
 void GroupSupervisor::EndAll(milliseconds grace) {
-  std::vector<ChildProcess*> all;
-  for (ChildProcess& worker : workers_) all.push_back(&worker);
-  if (coordinator_.has_value()) all.push_back(&*coordinator_);
+  if (coordinator_.has_value() && grace.count() > 0) coordinator_->Signal(SIGTERM);
+  const auto deadline = Clock::now() + grace;
+  EndWorkers(grace);
+  if (coordinator_.has_value()) EndBy(&*coordinator_, deadline);
+  coordinator_.reset();
+}
+
+void GroupSupervisor::EndWorkers(milliseconds grace) {
   if (grace.count() > 0) {
-    for (ChildProcess* process : all) process->Signal(SIGTERM);
+    for (ChildProcess& worker : workers_) worker.Signal(SIGTERM);
   }
   const auto deadline = Clock::now() + grace;
-  for (ChildProcess* process : all) {
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now()).count();
-    if (process->WaitEnded(static_cast<int>(std::max<int64_t>(left, 0)))) continue;
-    process->Signal(SIGKILL);
-    process->WaitEnded(5000);
-  }
+  for (ChildProcess& worker : workers_) EndBy(&worker, deadline);
   workers_.clear();
-  coordinator_.reset();
 }
 
 int GroupSupervisor::Run() {
@@ -244,10 +283,10 @@ int GroupSupervisor::Run() {
     if (stop) {
       result = Drain();
     } else if (ChildProcess* const lost = FirstEnded(); lost != nullptr && !HandleLoss(*lost)) {
-      EndAll(kEndGrace);
+      GiveUp();
       result = 1;
     } else if (!RestartIfDue()) {
-      EndAll(kEndGrace);
+      GiveUp();
       result = 1;
     }
   }

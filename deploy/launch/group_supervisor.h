@@ -62,7 +62,10 @@ class GroupSupervisor {
   int Drain();
   // Lets the coordinator, wherever it runs, end the workers once its requests are done.
   void AwaitWorkers();
+  // Ends the group for good: the coordinator tells its clients so.
+  void GiveUp();
   void EndAll(std::chrono::milliseconds grace);
+  void EndWorkers(std::chrono::milliseconds grace);
   std::string WorkerAddress(int rank) const;
 
   GroupOptions options_;

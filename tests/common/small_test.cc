@@ -1,17 +1,20 @@
-// The small parts of common: checked arithmetic, INT4, addresses, the metrics endpoint, clock.
+// The small parts of common: checked arithmetic, INT4, addresses, loss notes, the metrics endpoint, clock.
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <vector>
 
 #include "common/address.h"
 #include "common/checked.h"
 #include "common/clock.h"
 #include "common/int4.h"
+#include "common/loss_note.h"
 #include "common/metrics.h"
+#include "common/process.h"
 #include "common/safetensors.h"
 #include "prometheus/counter.h"
 #include "prometheus/registry.h"
@@ -105,6 +108,21 @@ std::string Scrape(int port) {
   }
   close(fd);
   return answer;
+}
+
+TEST_CASE("a loss note lies beside a worker's socket, one line of it is read") {
+  const std::string dir = *MakeTempDir("kdt-test-"), address = "unix:" + dir + "/rank0.sock";
+  CHECK(ReadLossNote(address).empty());
+  WriteLossNote(address, "worker 0 exited with status 1\nand more");
+  CHECK(ReadLossNote(address) == "worker 0 exited with status 1");
+  WriteLossNote(address, std::string(5000, 'x'));
+  CHECK(ReadLossNote(address) == std::string(1024, 'x'));
+  RemoveLossNote(address);
+  CHECK(ReadLossNote(address).empty());
+  CHECK(std::filesystem::is_empty(dir));
+  WriteLossNote("127.0.0.1:7000", "nowhere to put it");
+  CHECK(ReadLossNote("127.0.0.1:7000").empty());
+  RemoveTree(dir);
 }
 
 TEST_CASE("the metrics endpoint serves its registry and reports a taken port") {

@@ -83,6 +83,7 @@ TEST_CASE("a killed process ends the group, named, and clients get UNAVAILABLE")
       CHECK(cluster.launcher().WaitEnded(kEndWithinMs));
       running.thread.join();
       CHECK(running.status.error_code() == grpc::StatusCode::UNAVAILABLE);
+      if (victim.rfind("worker", 0) == 0) CHECK(running.status.error_message() == "the model group was lost");
       if (victim != "launcher") {
         INFO(cluster.Log());
         CHECK(cluster.launcher().exit_status() == 1);
@@ -97,6 +98,28 @@ TEST_CASE("a killed process ends the group, named, and clients get UNAVAILABLE")
       CHECK(SharedMemoryNames().empty());
     }
   }
+}
+
+TEST_CASE("when the launcher gives up, a request that waited for the group is ended with a status") {
+  Cluster cluster({GoldenModel(), "", 2, {"--on_loss=restart", "--max_restarts=1"}});
+  RunningRequest running(cluster);
+  REQUIRE(kill(cluster.WorkerPids().at(1), SIGKILL) == 0);
+  // The second loss lies within ten minutes of the first.
+  for (int i = 0; i < 2000 && cluster.Log().find("restarting all 2 workers") == std::string::npos; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  std::vector<pid_t> again;
+  for (int i = 0; i < 2000 && again.size() < 2; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    again = cluster.WorkerPids();
+  }
+  REQUIRE(again.size() == 2);
+  REQUIRE(kill(again[0], SIGKILL) == 0);
+  CHECK(cluster.launcher().WaitEnded(kEndWithinMs));
+  running.thread.join();
+  INFO(cluster.Log());
+  CHECK(cluster.launcher().exit_status() == 1);
+  CHECK(running.status.error_code() == grpc::StatusCode::UNAVAILABLE);
+  CHECK(running.status.error_message() == "the model group was lost");
 }
 
 TEST_CASE("SIGTERM lets a running request finish and exits 0") {

@@ -4,6 +4,7 @@
 #include <set>
 #include <thread>
 
+#include "common/loss_note.h"
 #include "common/process.h"
 #include "coordinator/group/group_forming.h"
 #include "coordinator/group/rank_group.h"
@@ -155,7 +156,11 @@ TEST_CASE("why a rank could not load is told while it is missing") {
   CHECK(ranks.group->Ranks()[3].last_error == "could not load: no room for the weights");
   ranks.workers[3]->Stop();  // as it does soon behind that
   ranks.group->Form();
-  CHECK(tells("3 of 4 ranks are ready; waiting for rank 3 (no answer; it could not load: no room for the"));
+  CHECK(tells("3 of 4 ranks are ready; waiting for rank 3 (no answer; could not load: no room for the w"));
+  // What the launcher saw tells more.
+  WriteLossNote(ranks.options.addresses[3], "worker 3 (pid 7) exited with status 1: no room");
+  CHECK(tells("waiting for rank 3 (no answer; worker 3 (pid 7) exited with status 1: no room)"));
+  CHECK(ranks.group->Ranks()[3].last_error == "worker 3 (pid 7) exited with status 1: no room");
   change([](v1::DescribeResponse& rank) {
     rank.clear_load_error();
     rank.set_total_bytes(80 << 20);

@@ -198,11 +198,37 @@ TEST_CASE("a stop does not wait for a restart's backoff") {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   CHECK(pod.Log().find("workers in 4 s") != std::string::npos);
-  CHECK(pod.Log().find("the first loss was: worker 0") != std::string::npos);
+  const std::string log = pod.Log();
+  const size_t loss = log.find("the first loss was: worker 0");
+  REQUIRE(loss != std::string::npos);
+  // With the reason that the worker told.
+  CHECK(log.substr(loss, log.find('\n', loss) - loss).find(" exited with status 1: cannot load: ") !=
+        std::string::npos);
   launcher->Signal(SIGTERM);
   CHECK(launcher->WaitEnded(kStopMs));
   CHECK(launcher->exit_status() == 0);
   CHECK(pod.Log().find("workers in 8 s") == std::string::npos);
+}
+
+TEST_CASE("a coordinator started apart tells why the workers that it waits for have ended") {
+  Pod pod;
+  pod.workers.emplace(pod.Start("kdt-launch", {"--role=workers", "--model=" + pod.dir, "--tp=1",
+                                               "--socket_dir=" + pod.dir, "--on_loss=restart"}));
+  pod.coordinator.emplace(pod.Start("kdt-coordinator", {"--workers=unix:" + pod.dir + "/rank0.sock",
+                                                        "--listen=127.0.0.1:0", "--on_group_loss=rejoin"}));
+  const std::string waiting = "0 of 1 ranks are ready; waiting for rank 0 (no answer; worker 0 (pid ";
+  for (int i = 0; i < 4000 && pod.Log().find(waiting) == std::string::npos; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  const std::string log = pod.Log();
+  INFO(log);
+  const size_t line = log.find(waiting);
+  REQUIRE(line != std::string::npos);
+  CHECK(log.substr(line, log.find('\n', line) - line).find(") exited with status 1: cannot load: ") !=
+        std::string::npos);
+  pod.workers->Signal(SIGTERM);
+  CHECK(pod.workers->WaitEnded(kStopMs));
+  CHECK_FALSE(std::filesystem::exists(pod.dir + "/rank0.sock.lost"));
 }
 
 TEST_CASE("a group whose ranks are spread over launchers, on TCP") {
@@ -293,7 +319,13 @@ TEST_CASE("a worker that ends before it listens is not started again and again")
     CHECK(launcher->WaitEnded(kStopMs));
     CHECK(launcher->exit_status() == 1);
     INFO(pod.Log());
-    CHECK(pod.Log().find(" before it listened; ending the group") != std::string::npos);
+    CHECK(pod.Log().find(" exited with status ") != std::string::npos);
+    CHECK(pod.Log().find(" before it listened") != std::string::npos);
+    CHECK(pod.Log().find("; ending the group") != std::string::npos);
+    if (flag == "--strict") {
+      CHECK(pod.Log().find("before it listened: --strict does nothing without --backend=cuda; ending") !=
+            std::string::npos);
+    }
     CHECK(pod.Log().find("restarting") == std::string::npos);
   }
 }

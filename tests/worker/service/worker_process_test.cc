@@ -296,6 +296,10 @@ TEST_CASE("a checkpoint that cannot be loaded is told and ends the process with 
   REQUIRE(worker.process().WaitEnded(kStartMs));
   CHECK(worker.process().exit_status() == 1);
   CHECK(worker.Log().find("cannot load") != std::string::npos);
+  // For the process that started it, on standard output.
+  const std::string told = worker.process().TakeOutput();
+  CHECK(told.find("kdt-worker failed cannot load: ") == 0);
+  CHECK(told.find("nothing-here") != std::string::npos);
 }
 
 TEST_CASE("SIGTERM while loading or joining ends with status 0", "[worker]") {

@@ -1,0 +1,51 @@
+#include "common/loss_note.h"
+
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+
+namespace kdt {
+namespace {
+
+constexpr size_t kMaxBytes = 1024;
+
+// Empty for an address that is no socket's.
+std::string PathOf(absl::string_view address) {
+  return absl::ConsumePrefix(&address, "unix:") ? absl::StrCat(address, ".lost") : std::string();
+}
+
+}  // namespace
+
+void WriteLossNote(const std::string& address, absl::string_view why) {
+  const std::string path = PathOf(address);
+  if (path.empty()) return;
+  // Renamed into place, so that nobody reads half of it.
+  const std::string unfinished = absl::StrCat(path, ".new");
+  {
+    std::ofstream file(unfinished);
+    file << why.substr(0, kMaxBytes) << '\n';
+    if (!file.flush()) return;
+  }
+  std::error_code error;
+  std::filesystem::rename(unfinished, path, error);
+}
+
+void RemoveLossNote(const std::string& address) {
+  std::error_code error;
+  if (const std::string path = PathOf(address); !path.empty()) std::filesystem::remove(path, error);
+}
+
+std::string ReadLossNote(const std::string& address) {
+  const std::string path = PathOf(address);
+  if (path.empty()) return "";
+  std::ifstream file(path);
+  std::string line(kMaxBytes, '\0');
+  file.read(line.data(), static_cast<std::streamsize>(line.size()));
+  line.resize(static_cast<size_t>(file.gcount()));
+  return line.substr(0, line.find('\n'));
+}
+
+}  // namespace kdt
