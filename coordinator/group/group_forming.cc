@@ -129,6 +129,19 @@ absl::StatusOr<GroupLimits> CheckDescriptions(const std::vector<v1::DescribeResp
     if (rank.checkpoint_digest() != first.checkpoint_digest()) {
       return fail("its checkpoint is not that of rank 0 (checkpoint_digest differs)");
     }
+    const auto same_text = [&](const char* what, const std::string& mine,
+                               const std::string& zero) -> absl::Status {
+      if (mine == zero) return absl::OkStatus();
+      return fail(absl::StrCat(what, " is ", mine, ", that of rank 0 is ", zero));
+    };
+    KDT_RETURN_IF_ERROR(same_text("backend", rank.backend(), first.backend()));
+    // Kernels and collectives are laid out for one number of multiprocessors and one instruction set, and all
+    // ranks wait for the slowest.
+    if (rank.backend() == "cuda") {
+      KDT_RETURN_IF_ERROR(same_text("its GPU", rank.device(), first.device()));
+      KDT_RETURN_IF_ERROR(same_text("its GPU's architecture", rank.arch(), first.arch()));
+    }
+    KDT_RETURN_IF_ERROR(same_text("kv_dtype", rank.kv_dtype(), first.kv_dtype()));
     const auto same = [&](const char* what, uint64_t mine, uint64_t zero) -> absl::Status {
       if (mine == zero) return absl::OkStatus();
       return fail(absl::StrCat(what, " is ", mine, ", that of rank 0 is ", zero));
@@ -140,9 +153,6 @@ absl::StatusOr<GroupLimits> CheckDescriptions(const std::vector<v1::DescribeResp
     KDT_RETURN_IF_ERROR(same("draft_block_size", rank.draft_block_size(), first.draft_block_size()));
     KDT_RETURN_IF_ERROR(same("max_context", rank.max_context(), first.max_context()));
     KDT_RETURN_IF_ERROR(same("max_draft_top_k", rank.max_draft_top_k(), first.max_draft_top_k()));
-    if (rank.kv_dtype() != first.kv_dtype()) {
-      return fail(absl::StrCat("kv_dtype is ", rank.kv_dtype(), ", that of rank 0 is ", first.kv_dtype()));
-    }
     if (rank.max_rows() == 0 || rank.max_sequences() == 0 || rank.kv_slots_total() == 0 ||
         rank.max_tree_nodes() == 0) {
       return fail("max_rows, max_tree_nodes, max_sequences and kv_slots_total must not be 0");

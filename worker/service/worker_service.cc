@@ -56,6 +56,7 @@ grpc::ServerUnaryReactor* WorkerService::Describe(grpc::CallbackServerContext* c
   response->set_tp(static_cast<uint32_t>(identity_.tp));
   response->set_backend(identity_.backend);
   response->set_device(identity_.device);
+  response->set_arch(identity_.arch);
   response->set_loaded_bytes(loaded_bytes_);
   response->set_total_bytes(total_bytes_);
   response->set_pid(static_cast<uint32_t>(getpid()));

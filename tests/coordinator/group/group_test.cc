@@ -255,6 +255,9 @@ TEST_CASE("ranks that do not belong together are refused") {
     described[rank].set_max_rows(64);
     described[rank].set_max_sequences(8);
     described[rank].set_max_tree_nodes(65);
+    described[rank].set_backend("cuda");
+    described[rank].set_device("NVIDIA RTX PRO 6000");
+    described[rank].set_arch("sm_120");
   }
   REQUIRE(CheckDescriptions(described).ok());
   const auto refused = [&](const std::string& what) {
@@ -282,6 +285,23 @@ TEST_CASE("ranks that do not belong together are refused") {
   SECTION("kv_dtype") {
     described[1].set_kv_dtype("bf16");
     CHECK(refused("kv_dtype"));
+  }
+  SECTION("backend") {
+    described[1].set_backend("cpu");
+    CHECK(refused("backend is cpu, that of rank 0 is cuda"));
+  }
+  SECTION("GPU") {
+    described[1].set_device("NVIDIA H200");
+    CHECK(refused("its GPU is NVIDIA H200, that of rank 0 is NVIDIA RTX PRO 6000"));
+  }
+  SECTION("architecture") {
+    described[1].set_arch("sm_90");
+    CHECK(refused("sm_90"));
+  }
+  SECTION("CPUs may differ") {
+    for (auto& rank : described) rank.set_backend("cpu");
+    described[1].set_device("another processor");
+    CHECK(CheckDescriptions(described).ok());
   }
   SECTION("rows") {
     described[1].set_max_rows(32);

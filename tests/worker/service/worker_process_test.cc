@@ -169,6 +169,7 @@ TEST_CASE("two worker processes generate the reference's greedy tokens and end o
   one.Start();
   const v1::DescribeResponse description = zero.Describe();
   CHECK(description.backend() == "cpu");
+  CHECK_FALSE(description.arch().empty());
   CHECK(description.kv_slots_total() == 512);
   CHECK(description.max_rows() == 64);
   CHECK(description.pid() == static_cast<uint32_t>(zero.process().pid()));
