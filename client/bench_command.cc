@@ -20,11 +20,16 @@
 #include "client/report.h"
 #include "client/request_flags.h"
 
+namespace kdt {
+constexpr int kPromptTokens = 64, kOutputTokens = 64;  // by its value a flag is known to have been set
+}  // namespace kdt
+
 ABSL_FLAG(int, concurrency, 1, "requests under way at once");
 ABSL_FLAG(int, requests, 16, "requests in all");
 ABSL_FLAG(int, warmup, 1, "requests before those that count");
-ABSL_FLAG(int, prompt_tokens, 64, "length of the made-up prompts");
-ABSL_FLAG(int, output_tokens, 64, "tokens to generate each; with made-up prompts the end token is ignored");
+ABSL_FLAG(int, prompt_tokens, kdt::kPromptTokens, "length of the made-up prompts");
+ABSL_FLAG(int, output_tokens, kdt::kOutputTokens,
+          "tokens to generate each; with made-up prompts the end token is ignored");
 ABSL_FLAG(std::string, prompts, "", "JSON file of prompt texts, taken in turn, instead of made-up ones");
 ABSL_FLAG(bool, json, false, "print one JSON object instead of the table");
 
@@ -170,8 +175,12 @@ int BenchCommand(const std::vector<std::string>& args) {
   if (output_tokens < 1) return WrongCall("--output_tokens: less than 1");
   if (absl::GetFlag(FLAGS_prompt_tokens) < 1) return WrongCall("--prompt_tokens: less than 1");
 
+  if (!absl::GetFlag(FLAGS_prompts).empty() && absl::GetFlag(FLAGS_prompt_tokens) != kPromptTokens)
+    return WrongCall("--prompt_tokens: it is for made-up prompts, not for those of --prompts");
   v1::GenerateRequest base;
   if (const absl::Status status = RequestFromFlags(&base); !status.ok()) return Failed(status);
+  if (base.stop().has_max_tokens() && output_tokens != kOutputTokens)
+    return WrongCall("--max_tokens and --output_tokens: one of them is enough");
   if (!base.stop().has_max_tokens())
     base.mutable_stop()->set_max_tokens(static_cast<uint32_t>(output_tokens));
   const auto stub = ConnectFromFlags();

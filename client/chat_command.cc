@@ -55,8 +55,6 @@ int ChatCommand(const std::vector<std::string>& args) {
   if (!args.empty()) return WrongCall("chat takes flags only: kdt chat --message TEXT");
   v1::GenerateRequest request;
   if (const absl::Status status = RequestFromFlags(&request); !status.ok()) return Failed(status);
-  if (request.sampling().n() > 1) return WrongCall("--n: a conversation has one sample");
-  if (request.output().logprobs() > 0) return WrongCall("--logprobs: generate prints them, chat does not");
   request.mutable_chat()->set_thinking(absl::GetFlag(FLAGS_thinking));
   if (const std::string system = absl::GetFlag(FLAGS_system); !system.empty()) {
     v1::ChatMessage* message = request.mutable_chat()->add_messages();

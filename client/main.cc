@@ -5,6 +5,7 @@
 
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "client/command_flags.h"
 #include "client/commands.h"
 #include "client/report.h"
 #include "client/tree_command.h"
@@ -20,7 +21,8 @@ constexpr char kUsage[] =
     "  kdt info                   model and ranks\n"
     "  kdt bench                  load: time to first token, inter-token time, throughput\n"
     "  kdt tree FILE              draw draft trees (see kdt tree --help)\n\n"
-    "All but tree talk to --server HOST:PORT. kdt --help lists every flag.";
+    "All but tree talk to --server HOST:PORT. kdt --help lists every flag; one that\na command does not take "
+    "is refused.";
 
 int Run(int argc, char** argv) {
   // tree works without a server and reads its own arguments.
@@ -36,6 +38,9 @@ int Run(int argc, char** argv) {
   }
   const std::string command = positional[1];
   const std::vector<std::string> args(positional.begin() + 2, positional.end());
+  if (const absl::Status status = kdt::CheckFlagsOf(command); !status.ok()) {
+    return kdt::WrongCall(std::string(status.message()));
+  }
   if (command == "generate") return kdt::GenerateCommand(args);
   if (command == "chat") return kdt::ChatCommand(args);
   if (command == "tokenize") return kdt::TokenizeCommand(args);

@@ -114,6 +114,48 @@ TEST_CASE("a request that is refused leaves standard output empty") {
   CHECK(served.Run("generate ''", 2).empty());
 }
 
+TEST_CASE("a flag that a command does not take is refused by name") {
+  Served served;
+  const auto refused = [&](const std::string& arguments, const std::string& text) {
+    INFO(arguments);
+    CHECK(served.Run(absl::StrCat(arguments, " 2>", served.dir, "/err"), 2).empty());
+    std::ostringstream told;
+    told << std::ifstream(served.dir + "/err").rdbuf();
+    CHECK(told.str() == absl::StrCat("kdt: ", text, "\n"));
+  };
+  refused("info --logprobs 3", "--logprobs: info does not take it; generate does");
+  refused("tokenize a --logprobs 3", "--logprobs: tokenize does not take it; generate does");
+  refused("bench --logprobs 3", "--logprobs: bench does not take it; generate does");
+  refused("chat --message a --logprobs 3", "--logprobs: chat does not take it; generate does");
+  refused("chat --message a --n 2", "--n: chat does not take it; generate, bench do");
+  refused("info --temperature 0", "--temperature: info does not take it; generate, chat, bench do");
+  refused("generate a --requests 3", "--requests: generate does not take it; bench does");
+  refused("generate a --parse_special", "--parse_special: generate does not take it; tokenize does");
+  refused("generate a --nothinking", "--thinking: generate does not take it; chat does");
+  refused("bench --noecho", "--echo: bench does not take it; generate does");
+  refused("bench --prompts /dev/null --prompt_tokens 5",
+          "--prompt_tokens: it is for made-up prompts, not for those of --prompts");
+  refused("bench --max_tokens 5 --output_tokens 6",
+          "--max_tokens and --output_tokens: one of them is enough");
+}
+
+TEST_CASE("every flag is taken by the commands that it is for") {
+  Served served;
+  // All that bench, chat and tokenize take beside what other tests give.
+  CHECK(served
+            .Run("bench --requests 1 --concurrency 1 --warmup 0 --prompt_tokens 4 --output_tokens 3 --n 2 "
+                 "--json")
+            .rfind("{", 0) == 0);
+  const std::string request =
+      " --temperature 0.5 --top_p 0.9 --top_k 9 --min_p 0.01 --repetition_penalty 1.1 --frequency_penalty "
+      "0.1 "
+      "--presence_penalty 0.1 --logit_bias 5:1 --seed 3 --min_tokens 1 --stop zz --ignore_eos --include_stop "
+      "--priority 1 --speculation off --budget 0 ";
+  served.Run(absl::StrCat("generate a --noecho --nosummary --max_tokens 2", request));
+  served.Run(absl::StrCat("bench --requests 1 --warmup 0 --max_tokens 2", request));
+  CHECK_FALSE(served.Run("tokenize a --parse_special").empty());
+}
+
 TEST_CASE("kdt info tells samples that a lost group holds") {
   SchedulerOptions options;
   options.rejoin = true;
