@@ -6,16 +6,20 @@
 #include <thread>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
+#include "absl/flags/reflection.h"
 #include "absl/flags/usage.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/types/span.h"
 #include "common/address.h"
 #include "common/flags.h"
 #include "common/log.h"
 #include "common/process.h"
+#include "common/status.h"
 #include "deploy/launch/group_supervisor.h"
 
 ABSL_FLAG(std::string, model, "", "folder of the target checkpoint");
@@ -140,10 +144,51 @@ absl::Status ReadDevices(kdt::GroupOptions* options) {
   return absl::OkStatus();
 }
 
-// Appends --name=value unless the value is the "not set" one, so that each default is told in one place only.
-template <typename T>
-void PassOn(std::vector<std::string>& args, const char* name, const T& value, const T& unset) {
-  if (value != unset) args.push_back(absl::StrCat("--", name, "=", value));
+// Flags that the programs have too, by the same name. They are handed on when they are set, so that each
+// default is told in one place only.
+constexpr const char* kForWorkers[] = {"drafter",     "draft_window", "draft_rope_factor",
+                                       "kv_dtype",    "kv_bytes",     "kv_slots",
+                                       "max_context", "max_rows",     "metrics_host"};
+constexpr const char* kForCoordinator[] = {"drafter",       "metrics_host",    "prefill_chunk",
+                                           "max_waiting",   "step_timeout_ms", "budget",
+                                           "tree",          "tls_cert",        "tls_key",
+                                           "tls_client_ca", "api_keys_file",   "allow_insecure_api_keys",
+                                           "health_listen", "record_trees",    "listen"};
+
+bool IsSet(const char* name) {
+  const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+  KDT_CHECK(flag != nullptr);
+  return flag->CurrentValue() != flag->DefaultValue();
+}
+
+void PassOn(std::vector<std::string>& args, absl::Span<const char* const> names) {
+  for (const char* name : names) {
+    if (IsSet(name))
+      args.push_back(absl::StrCat("--", name, "=", absl::FindCommandLineFlag(name)->CurrentValue()));
+  }
+}
+
+// A flag that would do nothing is refused: whoever gave it counts on it.
+absl::Status CheckFlagsApply() {
+  const auto refuse = [](const char* name, const char* why) {
+    return absl::InvalidArgumentError(absl::StrCat("--", name, " does nothing ", why));
+  };
+  if (absl::GetFlag(FLAGS_drafter).empty()) {
+    for (const char* name : {"draft_window", "draft_rope_factor"}) {
+      if (IsSet(name)) return refuse(name, "without --drafter");
+    }
+  }
+  if (absl::GetFlag(FLAGS_on_loss) == "exit" && IsSet("max_restarts")) {
+    return refuse("max_restarts", "without --on_loss=restart");
+  }
+  if (absl::GetFlag(FLAGS_role) == "workers") {
+    for (const char* name : kForCoordinator) {
+      if (IsSet(name) && !absl::c_linear_search(kForWorkers, absl::string_view(name))) {
+        return refuse(name, "with --role=workers: it is a flag of the coordinator");
+      }
+    }
+  }
+  return absl::OkStatus();
 }
 
 int Fail(const std::string& message) {
@@ -184,10 +229,7 @@ int main(int argc, char** argv) {
   if (!drafter.empty() && !std::filesystem::is_directory(drafter)) {
     return Fail(absl::StrCat("--drafter: no folder ", drafter));
   }
-  if (drafter.empty() &&
-      (absl::GetFlag(FLAGS_draft_window) != 0 || absl::GetFlag(FLAGS_draft_rope_factor) != 0)) {
-    return Fail("--draft_window and --draft_rope_factor do nothing without --drafter");
-  }
+  if (const absl::Status status = CheckFlagsApply(); !status.ok()) return Fail(std::string(status.message()));
   if (options.tp < 1 || options.tp > 64) return Fail(absl::StrCat("--tp: ", options.tp, " is not in 1..64"));
   if (const absl::Status status = ReadPlacement(&options); !status.ok()) {
     return Fail(std::string(status.message()));
@@ -219,37 +261,11 @@ int main(int argc, char** argv) {
 
   options.worker_args = {absl::StrCat("--model=", model), absl::StrCat("--backend=", backend),
                          absl::StrCat("--log_level=", log_level)};
-  PassOn<int>(options.worker_args, "threads", threads, 0);
-  PassOn<std::string>(options.worker_args, "drafter", drafter, "");
-  PassOn<int64_t>(options.worker_args, "draft_window", absl::GetFlag(FLAGS_draft_window), 0);
-  PassOn<double>(options.worker_args, "draft_rope_factor", absl::GetFlag(FLAGS_draft_rope_factor), 0);
-  PassOn<std::string>(options.worker_args, "kv_dtype", absl::GetFlag(FLAGS_kv_dtype), "");
-  PassOn<int64_t>(options.worker_args, "kv_bytes", absl::GetFlag(FLAGS_kv_bytes), 0);
-  PassOn<int64_t>(options.worker_args, "kv_slots", absl::GetFlag(FLAGS_kv_slots), 0);
-  PassOn<int64_t>(options.worker_args, "max_context", absl::GetFlag(FLAGS_max_context), 0);
-  PassOn<int>(options.worker_args, "max_rows", absl::GetFlag(FLAGS_max_rows), 0);
-  PassOn<std::string>(options.worker_args, "metrics_host", absl::GetFlag(FLAGS_metrics_host), "");
+  if (threads > 0) options.worker_args.push_back(absl::StrCat("--threads=", threads));
+  PassOn(options.worker_args, kForWorkers);
   options.worker_args.insert(options.worker_args.end(), rest.begin() + 1, rest.end());
 
-  options.coordinator_args = {absl::StrCat("--model=", model),
-                              absl::StrCat("--listen=", absl::GetFlag(FLAGS_listen)),
-                              absl::StrCat("--log_level=", log_level)};
-  PassOn<std::string>(options.coordinator_args, "drafter", drafter, "");
-  PassOn<int>(options.coordinator_args, "prefill_chunk", absl::GetFlag(FLAGS_prefill_chunk), 0);
-  PassOn<int>(options.coordinator_args, "max_waiting", absl::GetFlag(FLAGS_max_waiting), 0);
-  PassOn<int>(options.coordinator_args, "step_timeout_ms", absl::GetFlag(FLAGS_step_timeout_ms), 0);
-  PassOn<std::string>(options.coordinator_args, "budget", absl::GetFlag(FLAGS_budget), "");
-  PassOn<std::string>(options.coordinator_args, "tree", absl::GetFlag(FLAGS_tree), "");
-  PassOn<std::string>(options.coordinator_args, "record_trees", absl::GetFlag(FLAGS_record_trees), "");
-
-  PassOn<std::string>(options.coordinator_args, "tls_cert", absl::GetFlag(FLAGS_tls_cert), "");
-  PassOn<std::string>(options.coordinator_args, "tls_key", absl::GetFlag(FLAGS_tls_key), "");
-  PassOn<std::string>(options.coordinator_args, "tls_client_ca", absl::GetFlag(FLAGS_tls_client_ca), "");
-  PassOn<std::string>(options.coordinator_args, "api_keys_file", absl::GetFlag(FLAGS_api_keys_file), "");
-  PassOn<std::string>(options.coordinator_args, "health_listen", absl::GetFlag(FLAGS_health_listen), "");
-  if (absl::GetFlag(FLAGS_allow_insecure_api_keys)) {
-    options.coordinator_args.push_back("--allow_insecure_api_keys");
-  }
-
+  options.coordinator_args = {absl::StrCat("--model=", model), absl::StrCat("--log_level=", log_level)};
+  PassOn(options.coordinator_args, kForCoordinator);
   return kdt::GroupSupervisor(std::move(options)).Run();
 }

@@ -300,6 +300,64 @@ TEST_CASE("each rank gets its GPU, in turn where there are fewer, and the flags 
   CHECK(cpu[0].find("--threads=") != std::string::npos);
 }
 
+TEST_CASE("the flags of workers and coordinator are handed on, those that are not set are not") {
+  Pod pod;
+  std::filesystem::copy_file(std::string(KDT_BIN_DIR) + "/kdt-launch", pod.dir + "/kdt-launch");
+  for (const std::string program : {"kdt-worker", "kdt-coordinator"}) {
+    std::ofstream(pod.dir + "/" + program)
+        << "#!/bin/sh\necho \"$@\" >>" << pod.dir << "/flags-of-" << program << "\nexec sleep 100\n";
+    std::filesystem::permissions(pod.dir + "/" + program, std::filesystem::perms::owner_all);
+  }
+  ChildProcess::Options process;
+  process.name = "kdt-launch";
+  process.argv = {pod.dir + "/kdt-launch",
+                  "--model=" + pod.dir,
+                  "--tp=1",
+                  "--threads=2",
+                  "--drafter=" + pod.dir,
+                  "--draft_rope_factor=0.5",
+                  "--kv_slots=512",
+                  "--metrics_host=127.0.0.2",
+                  "--listen=127.0.0.1:0",
+                  "--budget=7",
+                  "--step_timeout_ms=1500",
+                  "--drain_timeout_s=0"};
+  process.stderr_path = pod.dir + "/log";
+  auto launcher = ChildProcess::Start(process);
+  REQUIRE(launcher.ok());
+  const auto flags_of = [&](const std::string& program) {
+    std::string line;
+    for (int i = 0; i < 4000 && line.empty(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      std::ifstream file(pod.dir + "/flags-of-" + program);
+      std::getline(file, line);
+    }
+    return " " + line + " ";
+  };
+  const std::string worker = flags_of("kdt-worker"), coordinator = flags_of("kdt-coordinator");
+  launcher->Signal(SIGTERM);
+  CHECK(launcher->WaitEnded(kStopMs));
+  INFO(worker << "\n" << coordinator);
+  const auto has = [](const std::string& line, const std::string& flag) {
+    return line.find(" --" + flag + " ") != std::string::npos;
+  };
+  for (const std::string& line : {worker, coordinator}) {
+    CHECK(has(line, "model=" + pod.dir));
+    CHECK(has(line, "drafter=" + pod.dir));
+    CHECK(has(line, "metrics_host=127.0.0.2"));
+    CHECK(has(line, "log_level=info"));
+  }
+  CHECK(has(worker, "threads=2"));
+  CHECK(has(worker, "draft_rope_factor=0.5"));
+  CHECK(has(worker, "kv_slots=512"));
+  CHECK(has(coordinator, "listen=127.0.0.1:0"));
+  CHECK(has(coordinator, "budget=7"));
+  CHECK(has(coordinator, "step_timeout_ms=1500"));
+  for (const std::string flag : {"kv_bytes", "max_rows", "tree", "max_waiting", "tls_cert"}) {
+    CHECK((worker + coordinator).find("--" + flag) == std::string::npos);
+  }
+}
+
 TEST_CASE("a worker that ends before it listens is not started again and again") {
   for (const std::string flag : {"--strict", "--no_such_flag"}) {
     Pod pod;
@@ -336,6 +394,9 @@ TEST_CASE("contradictory flags are refused") {
            {"--role=worker"},
            {"--devices=0"},
            {"--draft_window=64"},
+           {"--max_restarts=3"},
+           {"--role=workers", "--socket_dir=/tmp", "--budget=8"},
+           {"--role=workers", "--socket_dir=/tmp", "--listen=127.0.0.1:0"},
            {"--backend=cuda", "--devices=0,x"},
            {"--role=workers"},
            {"--socket_dir=/tmp"},
