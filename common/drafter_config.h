@@ -13,8 +13,8 @@ namespace kdt {
 
 struct ModelConfig;
 
-// A block-diffusion drafter on the target's layer outputs (facts.md of the design: DFlash). Its embedding and
-// lm_head are the target's.
+// A DFlash drafter: block diffusion on the target's layer outputs. Its embedding and lm_head are the
+// target's.
 struct DrafterConfig {
   int64_t vocab_size = 0;
   int64_t hidden_size = 0;

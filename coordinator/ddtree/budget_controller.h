@@ -63,7 +63,6 @@ class BudgetController {
 
   bool speculating() const { return on_; }
   const StepTimeModel& times() const { return times_; }
-  const AcceptanceModel& acceptance() const { return acceptance_; }
 
  private:
   // Everything a decision weighs: gains in the order in which nodes are taken, and what a step costs.

@@ -20,7 +20,8 @@ struct FormedGroup {
   std::vector<v1::DescribeResponse> ranks;  // by rank
 };
 
-// INVALID_ARGUMENT naming the rank when the descriptions do not make one group: rank, tp, checkpoint, GPUs, sizes.
+// INVALID_ARGUMENT naming the rank when the descriptions do not make one group: rank, tp, checkpoint, GPUs,
+// sizes.
 absl::StatusOr<GroupLimits> CheckDescriptions(const std::vector<v1::DescribeResponse>& ranks);
 
 // A log line that comes again and again: due when it is new, and every 10 s while it stays the same.

@@ -1,5 +1,5 @@
-// The group over gRPC: one step stream a rank, digests compared one step behind (design.md sections 3 and
-// 11).
+// The group over gRPC: one step stream a rank, digests compared one step behind (docs/architecture.md,
+// "A step" and "When something dies").
 #pragma once
 
 #include <grpcpp/completion_queue.h>

@@ -1,4 +1,4 @@
-// The DFlash drafter on one rank (facts.md: DFlash drafter). In a step it
+// The DFlash drafter on one rank. In a step it
 //   1. gathers context features while the target's layers run (OnLayerOutput),
 //   2. appends K/V of the committed rows to its pool, whose slots are the target's (AppendContext),
 //   3. runs one pass over a block a sequence, [root, mask, mask, ...], and returns logits for the masks

@@ -1,5 +1,5 @@
 // The target's forward over the rows of a step: embedding, MLA and MLP layers, logits of chosen rows
-// (design.md section 3 says what a step is; the op headers hold the formulas). Written against
+// (docs/architecture.md says what a step is; the op headers hold the formulas). Written against
 // kernels::Backend alone: every address is fixed at Create, only row counts vary, so that a backend may
 // capture it.
 #pragma once

@@ -1,4 +1,4 @@
-// Bookkeeping of one rank's KV pool: which slots hold which positions of which sequence (design.md section 7). It holds no
+// Bookkeeping of one rank's KV pool: which slots hold which positions of which sequence. It holds no
 // K/V itself: the engine owns the pools (target and drafter share slots) and applies the moves that this class returns.
 // Deterministic: the same calls give the same tables on every rank, proven by digest().
 //

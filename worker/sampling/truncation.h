@@ -30,8 +30,8 @@ inline bool operator<(const Candidate& a, const Candidate& b) {
 std::optional<int64_t> KeptCount(const SamplingParams& params, std::span<const Candidate> best,
                                  int64_t vocab_size, double sum_exp);
 
-// The keyed draw (design.md section 4) among `kept`: argmax of value + g(seed, position, id), in float32;
-// ties: lower id.
+// The keyed draw (docs/architecture.md, "Speculation never changes the output") among `kept`: argmax of value
+// + g(seed, position, id), in float32; ties: lower id.
 int32_t DrawAmong(std::span<const Candidate> kept, uint64_t seed, int64_t position);
 
 }  // namespace kdt

@@ -1,7 +1,8 @@
 // Tokens of the shipped model on the GPU: against the CPU's, and with speculation against without. The
-// contract (design.md, section 4): a token differs only where the best two candidates are close. Both bounds
-// are on the difference of their logits: activations of bf16 move a logit of this model by a few hundredths,
-// rarely by a tenth; tree rows and plain rows differ by what sums of other order leave of that.
+// contract (docs/architecture.md, "Speculation never changes the output"): a token differs only where the
+// best two candidates are close. Both bounds are on the difference of their logits: activations of bf16 move
+// a logit of this model by a few hundredths, rarely by a tenth; tree rows and plain rows differ by what sums
+// of other order leave of that.
 #include <algorithm>
 #include <cmath>
 
