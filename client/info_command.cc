@@ -35,9 +35,11 @@ int InfoCommand(const std::vector<std::string>& args) {
   }
   // Held ones are told where there are any: while a lost group forms again nothing runs.
   const std::string held = cluster.held() > 0 ? absl::StrCat(", ", cluster.held(), " held") : "";
-  std::printf("%s, epoch %llu, %u running%s, %u waiting\n\n", cluster.serving() ? "serving" : "NOT serving",
+  std::printf("%s, epoch %llu, %u running%s, %u waiting\n", cluster.serving() ? "serving" : "NOT serving",
               static_cast<unsigned long long>(cluster.epoch()), cluster.running(), held.c_str(),
               cluster.waiting());
+  if (!cluster.reason().empty()) std::printf("%s\n", cluster.reason().c_str());
+  std::printf("\n");
   std::vector<std::vector<std::string>> rows = {{"rank", "up", "backend", "device", "KV slots used", "of",
                                                  "fragmentation", "steps", "busy", "last error"}};
   for (const v1::RankInfo& rank : cluster.ranks()) {

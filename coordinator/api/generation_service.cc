@@ -194,6 +194,7 @@ grpc::ServerUnaryReactor* GenerationService::GetClusterInfo(grpc::CallbackServer
     response->set_waiting(scheduler_->waiting());
     // Addresses and what ranks say of their failures (paths, devices) stay on this host.
     const bool on_this_host = IsLocalPeer(context->peer());
+    if (on_this_host && !response->serving()) response->set_reason(group_->reason());
     for (const RankStatus& rank : group_->Ranks()) {
       v1::RankInfo* out = response->add_ranks();
       out->set_rank(rank.rank);

@@ -161,7 +161,7 @@ TEST_CASE("kdt info tells samples that a lost group holds") {
   options.rejoin = true;
   Served served(options);
   served.harness.group.step_time = std::chrono::milliseconds(2);
-  CHECK(served.Run("info").find("\nserving, epoch 1, 0 running, 0 waiting\n") != std::string::npos);
+  CHECK(served.Run("info").find("\nserving, epoch 1, 0 running, 0 waiting\n\n") != std::string::npos);
   const auto client = served.harness.Submit(Spec(Prompt(20), 300));
   REQUIRE(client->WaitTokens(0, 3));
   served.harness.group.forms = false;
@@ -170,7 +170,7 @@ TEST_CASE("kdt info tells samples that a lost group holds") {
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   const std::string held = served.Run("info", 1);
   INFO(held);
-  CHECK(held.find("\nNOT serving, epoch 1, 0 running, 1 held, 0 waiting\n") != std::string::npos);
+  CHECK(held.find("\nNOT serving, epoch 1, 0 running, 1 held, 0 waiting\ntoy\n\n") != std::string::npos);
   served.lost = false;
   served.harness.group.forms = true;
   CHECK(client->Wait().ok());

@@ -195,12 +195,13 @@ TEST_CASE("who is on this host") {
   }
 }
 
-TEST_CASE("other hosts are told neither addresses of ranks nor their error texts") {
+TEST_CASE("other hosts are told neither addresses of ranks nor error texts") {
   SecureService service;
   service.harness.group.status.address = "unix:/run/kdt/rank0.sock";
   service.harness.group.status.last_error = "cannot read /models/secret";
   service.Start("0.0.0.0:0");
   CHECK(service.server->address().port > 0);
+  std::string reason;  // why it does not serve, as the last caller was told
   const auto info = [&](const std::string& host) {
     v1::ClusterInfo response;
     grpc::ClientContext context;
@@ -208,6 +209,7 @@ TEST_CASE("other hosts are told neither addresses of ranks nor their error texts
         service.Connect({host, service.server->address().port, ""}, grpc::InsecureChannelCredentials());
     REQUIRE(v1::Generation::NewStub(channel)->GetClusterInfo(&context, {}, &response).ok());
     REQUIRE(response.ranks_size() == 1);
+    reason = response.reason();
     return response.ranks(0);
   };
   CHECK(info("127.0.0.1").address() == "unix:/run/kdt/rank0.sock");
@@ -216,6 +218,14 @@ TEST_CASE("other hosts are told neither addresses of ranks nor their error texts
     INFO(host);
     CHECK(info(host).address().empty());
     CHECK(info(host).last_error().empty());
+  }
+  CHECK(reason.empty());  // it serves
+  service.harness.group.Reject("");
+  info("127.0.0.1");
+  CHECK(reason == "toy");
+  for (const std::string& host : OwnAddresses()) {
+    info(host);
+    CHECK(reason.empty());
   }
 }
 
