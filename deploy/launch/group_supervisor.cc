@@ -282,10 +282,8 @@ int GroupSupervisor::Run() {
     }
     if (stop) {
       result = Drain();
-    } else if (ChildProcess* const lost = FirstEnded(); lost != nullptr && !HandleLoss(*lost)) {
-      GiveUp();
-      result = 1;
-    } else if (!RestartIfDue()) {
+    } else if (ChildProcess* const lost = FirstEnded();
+               (lost != nullptr && !HandleLoss(*lost)) || !RestartIfDue()) {
       GiveUp();
       result = 1;
     }
