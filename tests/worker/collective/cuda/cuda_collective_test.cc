@@ -8,7 +8,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "common/status.h"
-#include "kdt/kernels/cuda_backend.h"
 #include "kernels/cuda/check.h"
 #include "tests/support/catch.h"
 #include "tests/worker/collective/cuda/rank_processes.h"
@@ -20,29 +19,6 @@ namespace {
 using kernels::DType;
 
 std::string Text(const absl::Status& status) { return std::string(status.message()); }
-
-// Runs `test` in `ranks` processes that have formed a group, and checks that each of them found all well.
-// Where the machine cannot do it, says so.
-void CheckRanks(int ranks, const std::function<absl::Status(CudaCollective&)>& test) {
-  const Placement placement = PlacementFor(ranks);
-  if (!placement.possible) {
-    WARN("skipped with " << ranks << " ranks: " << placement.reason);
-    return;
-  }
-  const auto told = RunRanks(ranks, placement.gpus, CollectiveKind::kIpc, [&](const RankSetup& setup) {
-    auto collective = CudaCollective::Make(setup.options);
-    if (!collective.ok()) return Text(collective.status());
-    (*collective)->SetDeadline(absl::Now() + absl::Seconds(30));
-    absl::Status status = test(**collective);
-    // Nobody leaves while others are still at it.
-    if (status.ok()) status = (*collective)->exchange().Agree(absl::OkStatus());
-    return Text(status);
-  });
-  for (int rank = 0; rank < ranks; ++rank) {
-    INFO(ranks << " ranks, rank " << rank);
-    CHECK(told[static_cast<size_t>(rank)] == "");
-  }
-}
 
 // Device and page-locked memory of one test.
 struct Memory {
@@ -176,62 +152,46 @@ TEST_CASE("all-gather and broadcast over GPUs move every byte, at any size and a
 
 TEST_CASE("a reduction with the norm behind it gives the bits of the two kernels") {
   for (const int ranks : {2, 8}) {
-    const Placement placement = PlacementFor(ranks);
-    if (!placement.possible) {
-      WARN("skipped with " << ranks << " ranks: " << placement.reason);
-      continue;
-    }
-    const auto told = RunRanks(ranks, placement.gpus, CollectiveKind::kIpc, [&](const RankSetup& setup) {
-      const auto run = [&]() -> absl::Status {
-        kernels::CudaBackendOptions backend_options;
-        backend_options.device = setup.device;
-        backend_options.workspace_bytes = 1 << 20;
-        KDT_ASSIGN_OR_RETURN(const auto backend, kernels::MakeCudaBackend(backend_options));
-        CudaCollectiveOptions options = setup.options;
-        options.stream = static_cast<cudaStream_t>(backend->stream());
-        KDT_ASSIGN_OR_RETURN(const auto collective, CudaCollective::Make(options));
-        collective->SetDeadline(absl::Now() + absl::Seconds(30));
-        constexpr int64_t kMost = 100 * 7168 * 2;
-        Memory x, residual, out, weight;
-        for (Memory* memory : {&x, &residual, &out, &weight}) KDT_RETURN_IF_ERROR(memory->Make(kMost));
-        // Widths that a thread takes one or two chunks of, too many chunks, and one that is not of whole
-        // chunks.
-        for (const int64_t cols : {192, 7168, 9216, 100}) {
-          for (const int64_t rows : {1, 3, 33, 70}) {
-            const int64_t count = rows * cols;
-            const auto tensor = [&](const Memory& m) {
-              return kernels::MakeTensor(m.device, DType::kBF16, rows, cols);
-            };
-            const kernels::RmsNormArgs norm{tensor(x), tensor(residual), tensor(weight).bf16(), 1e-5f,
-                                            tensor(out)};
-            std::vector<char> results[2];
-            for (const bool together : {false, true}) {
-              const auto set = [&](Memory& memory, int rank, uint32_t salt) {
-                const std::vector<char> values = RankValues(rank, DType::kBF16, count, salt);
-                return KDT_CUDA_STATUS(cudaMemcpyAsync(memory.device, values.data(), values.size(),
-                                                       cudaMemcpyHostToDevice, collective->stream()));
+    CheckBackedRanks(
+        ranks, 1 << 20, [](kernels::Backend& backend, CudaCollective& collective) -> absl::Status {
+          constexpr int64_t kMost = 100 * 7168 * 2;
+          Memory x, residual, out, weight;
+          for (Memory* memory : {&x, &residual, &out, &weight}) KDT_RETURN_IF_ERROR(memory->Make(kMost));
+          // Widths that a thread takes one or two chunks of, too many chunks, and one that is not of whole
+          // chunks.
+          for (const int64_t cols : {192, 7168, 9216, 100}) {
+            for (const int64_t rows : {1, 3, 33, 70}) {
+              const int64_t count = rows * cols;
+              const auto tensor = [&](const Memory& m) {
+                return kernels::MakeTensor(m.device, DType::kBF16, rows, cols);
               };
-              KDT_RETURN_IF_ERROR(set(x, setup.rank, 1));
-              KDT_RETURN_IF_ERROR(set(residual, 99, 2));
-              KDT_RETURN_IF_ERROR(set(weight, 99, 3));
-              KDT_RETURN_IF_ERROR(together ? collective->AllReduceNorm(*backend, norm)
-                                           : collective->Collective::AllReduceNorm(*backend, norm));
-              KDT_RETURN_IF_ERROR(collective->Finish(*backend));
-              for (const Memory* memory : {&residual, &out}) {
-                std::vector<char> bytes(static_cast<size_t>(count) * 2);
-                KDT_CUDA_RETURN_IF_ERROR(
-                    cudaMemcpy(bytes.data(), memory->device, bytes.size(), cudaMemcpyDeviceToHost));
-                results[together].insert(results[together].end(), bytes.begin(), bytes.end());
+              const kernels::RmsNormArgs norm{tensor(x), tensor(residual), tensor(weight).bf16(), 1e-5f,
+                                              tensor(out)};
+              std::vector<char> results[2];
+              for (const bool together : {false, true}) {
+                const auto set = [&](Memory& memory, int rank, uint32_t salt) {
+                  const std::vector<char> values = RankValues(rank, DType::kBF16, count, salt);
+                  return KDT_CUDA_STATUS(cudaMemcpyAsync(memory.device, values.data(), values.size(),
+                                                         cudaMemcpyHostToDevice, collective.stream()));
+                };
+                KDT_RETURN_IF_ERROR(set(x, collective.rank(), 1));
+                KDT_RETURN_IF_ERROR(set(residual, 99, 2));
+                KDT_RETURN_IF_ERROR(set(weight, 99, 3));
+                KDT_RETURN_IF_ERROR(together ? collective.AllReduceNorm(backend, norm)
+                                             : collective.Collective::AllReduceNorm(backend, norm));
+                KDT_RETURN_IF_ERROR(collective.Finish(backend));
+                for (const Memory* memory : {&residual, &out}) {
+                  std::vector<char> bytes(static_cast<size_t>(count) * 2);
+                  KDT_CUDA_RETURN_IF_ERROR(
+                      cudaMemcpy(bytes.data(), memory->device, bytes.size(), cudaMemcpyDeviceToHost));
+                  results[together].insert(results[together].end(), bytes.begin(), bytes.end());
+                }
               }
+              KDT_RETURN_IF_ERROR(Same(results[1].data(), results[0], absl::StrCat(rows, " rows of ", cols)));
             }
-            KDT_RETURN_IF_ERROR(Same(results[1].data(), results[0], absl::StrCat(rows, " rows of ", cols)));
           }
-        }
-        return collective->exchange().Agree(absl::OkStatus());
-      };
-      return Text(run());
-    });
-    for (const std::string& text : told) CHECK(text == "");
+          return absl::OkStatus();
+        });
   }
 }
 

@@ -8,10 +8,16 @@
 #include <cstring>
 #include <filesystem>
 
+#include "absl/time/clock.h"
+#include "common/status.h"
+#include "kdt/kernels/cuda_backend.h"
+#include "tests/support/catch.h"
+
 namespace kdt {
 namespace {
 
 constexpr unsigned kRankSeconds = 60;
+constexpr absl::Duration kDeadline = absl::Seconds(50);  // of all that a group does
 constexpr size_t kTextBytes = 1024;
 
 // In a process of its own, so that this one stays free of CUDA.
@@ -92,6 +98,46 @@ std::vector<std::string> RunRanks(int ranks, Gpus gpus, CollectiveKind kind,
   }
   munmap(texts, bytes);
   return told;
+}
+
+void CheckRankProcesses(int ranks, const std::function<absl::Status(const RankSetup&)>& body) {
+  const Placement placement = PlacementFor(ranks);
+  if (!placement.possible) {
+    WARN("skipped with " << ranks << " ranks: " << placement.reason);
+    return;
+  }
+  const auto told = RunRanks(ranks, placement.gpus, CollectiveKind::kIpc,
+                             [&](const RankSetup& setup) { return std::string(body(setup).message()); });
+  for (int rank = 0; rank < ranks; ++rank) {
+    INFO(ranks << " ranks, rank " << rank);
+    CHECK(told[static_cast<size_t>(rank)] == "");
+  }
+}
+
+void CheckRanks(int ranks, const std::function<absl::Status(CudaCollective&)>& test) {
+  CheckRankProcesses(ranks, [&](const RankSetup& setup) -> absl::Status {
+    KDT_ASSIGN_OR_RETURN(const auto collective, CudaCollective::Make(setup.options));
+    collective->SetDeadline(absl::Now() + kDeadline);
+    KDT_RETURN_IF_ERROR(test(*collective));
+    // Nobody leaves while others are still at it.
+    return collective->exchange().Agree(absl::OkStatus());
+  });
+}
+
+void CheckBackedRanks(int ranks, int64_t workspace_bytes,
+                      const std::function<absl::Status(kernels::Backend&, CudaCollective&)>& test) {
+  CheckRankProcesses(ranks, [&](const RankSetup& setup) -> absl::Status {
+    kernels::CudaBackendOptions backend_options;
+    backend_options.device = setup.device;
+    backend_options.workspace_bytes = workspace_bytes;
+    KDT_ASSIGN_OR_RETURN(const auto backend, kernels::MakeCudaBackend(backend_options));
+    CudaCollectiveOptions options = setup.options;
+    options.stream = static_cast<cudaStream_t>(backend->stream());
+    KDT_ASSIGN_OR_RETURN(const auto collective, CudaCollective::Make(options));
+    collective->SetDeadline(absl::Now() + kDeadline);
+    KDT_RETURN_IF_ERROR(test(*backend, *collective));
+    return collective->exchange().Agree(absl::OkStatus());
+  });
 }
 
 }  // namespace kdt

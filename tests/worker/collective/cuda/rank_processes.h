@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "kdt/kernels/backend.h"
 #include "worker/collective/cuda/cuda_collective.h"
 
 namespace kdt {
@@ -34,5 +36,15 @@ struct RankSetup {
 // killed tells "killed". None runs longer than a minute.
 std::vector<std::string> RunRanks(int ranks, Gpus gpus, CollectiveKind kind,
                                   const std::function<std::string(const RankSetup&)>& body);
+
+// Checks that `body` finds all well in each of `ranks` processes. Where the machine cannot do it, says so.
+void CheckRankProcesses(int ranks, const std::function<absl::Status(const RankSetup&)>& body);
+
+// The same with ranks that have formed a group.
+void CheckRanks(int ranks, const std::function<absl::Status(CudaCollective&)>& test);
+
+// And with ranks that have a backend each, on whose stream their group works.
+void CheckBackedRanks(int ranks, int64_t workspace_bytes,
+                      const std::function<absl::Status(kernels::Backend&, CudaCollective&)>& test);
 
 }  // namespace kdt
