@@ -50,7 +50,10 @@ ABSL_FLAG(int, record_trees_count, 16, "with --record_trees: how many, the first
 ABSL_FLAG(std::string, tree, "best-first", "best-first, spine-first or chain");
 ABSL_FLAG(std::string, on_group_loss, "exit",
           "exit: end with status 3; rejoin: wait for the workers, form the group again and go on");
-ABSL_FLAG(int, drain_timeout_s, 30, "on SIGTERM, how long running requests may go on");
+ABSL_FLAG(int, drain_timeout_s, 30,
+          "on SIGTERM (and SIGHUP, which leaves the ranks to the next coordinator): how long running "
+          "requests may go "
+          "on");
 ABSL_FLAG(bool, die_with_parent, false, "end when the parent process ends");
 ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
 
@@ -59,6 +62,7 @@ namespace {
 
 constexpr int kExitGroupLost = 3;
 constexpr int kMaxStepTimeoutMs = 3'600'000;            // what workers take
+constexpr std::chrono::milliseconds kDrainSlice{100};   // how late a signal is seen while requests finish
 constexpr std::chrono::milliseconds kAnswerGrace{500};  // for last answers to reach their clients
 
 // What the signal loop waits for beside signals; written from other threads.
@@ -143,6 +147,36 @@ absl::StatusOr<SpeculationOptions> ReadSpeculation() {
   return options;
 }
 
+// What a signal asks for.
+struct Stop {
+  bool wanted = false;
+  bool given_up = false;      // kdt-launch will not start the ranks again: requests are not waited for
+  bool leaves_ranks = false;  // another coordinator is to join them
+
+  void Take(int signal_fd) {
+    signalfd_siginfo info;
+    while (read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
+      wanted = true;
+      given_up = given_up || info.ssi_signo == kGroupGivenUp;
+      leaves_ranks = leaves_ranks || info.ssi_signo == SIGHUP;
+    }
+  }
+};
+
+// Lets running requests finish, until the flag's time has passed or the group is given up.
+void DrainRequests(Scheduler* scheduler, int signal_fd, Stop* stop) {
+  spdlog::info("draining");
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::seconds(absl::GetFlag(FLAGS_drain_timeout_s));
+  while (!stop->given_up) {
+    if (scheduler->Drain(kDrainSlice)) return;
+    stop->Take(signal_fd);
+    if (std::chrono::steady_clock::now() < deadline) continue;
+    spdlog::warn("some requests did not finish in time and are ended");
+    return;
+  }
+}
+
 // Serves until one of `signals` comes or until the group is lost; returns the exit status.
 absl::StatusOr<int> Serve(const sigset_t& signals) {
   KDT_RETURN_IF_ERROR(CheckFlags());
@@ -210,22 +244,17 @@ absl::StatusOr<int> Serve(const sigset_t& signals) {
   scheduler.Start();
 
   bool announced = false;
-  bool stop = false;
-  bool given_up = false;
+  Stop stop;
   absl::Status bad_budget;  // known once the ranks have told what they take
-  while (!stop && !events.group_lost) {
+  while (!stop.wanted && !events.group_lost) {
     pollfd fds[2] = {{signal_fd, POLLIN, 0}, {events.pipe_read, POLLIN, 0}};
     poll(fds, 2, -1);
     char bytes[64];
     while (read(events.pipe_read, bytes, sizeof(bytes)) > 0) {
     }
-    signalfd_siginfo info;
-    while (read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
-      stop = true;
-      given_up = given_up || info.ssi_signo == kGroupGivenUp;
-    }
+    stop.Take(signal_fd);
     const bool serving = group.state() == GroupState::kServing;
-    server->SetServing(serving && !stop);
+    server->SetServing(serving && !stop.wanted);
     if (serving && !announced) {
       announced = true;
       const uint32_t most = std::max(group.limits().max_tree_nodes, 1U) - 1;
@@ -241,20 +270,17 @@ absl::StatusOr<int> Serve(const sigset_t& signals) {
       std::fflush(stdout);
     }
   }
-  if (given_up) {
+  if (stop.wanted) DrainRequests(&scheduler, signal_fd, &stop);
+  if (stop.given_up) {
     spdlog::error("kdt-launch gives the group up: running requests are ended");
     scheduler.Stop(absl::UnavailableError(kGroupLost));
-  } else if (stop) {
-    spdlog::info("draining");
-    const bool drained = scheduler.Drain(std::chrono::seconds(absl::GetFlag(FLAGS_drain_timeout_s)));
-    if (!drained) spdlog::warn("some requests did not finish in time and are ended");
   }
   scheduler.Stop();
   server->Shutdown(kAnswerGrace);
   to_wake = nullptr;
   KDT_RETURN_IF_ERROR(bad_budget);
-  const bool lost = given_up || events.group_lost;
-  if (!lost) group.DrainWorkers();
+  const bool lost = stop.given_up || events.group_lost;
+  if (!lost && !stop.leaves_ranks) group.DrainWorkers();
   close(signal_fd);
   return lost ? kExitGroupLost : 0;
 }
@@ -270,7 +296,8 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "kdt-coordinator: %s\n", std::string(status.message()).c_str());
     return 2;
   }
-  const absl::StatusOr<int> served = kdt::Serve(kdt::BlockSignals({SIGTERM, SIGINT, kdt::kGroupGivenUp}));
+  const absl::StatusOr<int> served =
+      kdt::Serve(kdt::BlockSignals({SIGTERM, SIGINT, SIGHUP, kdt::kGroupGivenUp}));
   if (!served.ok()) {
     spdlog::error("{}", served.status().message());
     return 1;

@@ -362,11 +362,12 @@ void RankGroup::CloseStreams() {
 void RankGroup::DrainWorkers() {
   stopping_ = true;
   if (forming_.joinable()) forming_.join();
-  if (state() != GroupState::kServing) return;
-  AtOnce(links_, [](RankLink& link) {
+  const bool serving = state() == GroupState::kServing;
+  AtOnce(links_, [serving](RankLink& link) {
     const absl::Status drained = link.Drain(kDrainTimeoutMs);
-    if (!drained.ok()) spdlog::warn("{} did not drain: {}", link.Name(), drained.message());
+    if (!drained.ok() && serving) spdlog::warn("{} did not drain: {}", link.Name(), drained.message());
   });
+  if (!serving) return;
   CloseStreams();
   SetState(GroupState::kDown, "drained");
 }

@@ -44,8 +44,8 @@ class RankGroup : public Group {
   StepCost last_cost() const override { return cost_; }
   void Reject(const std::string& what) override;
 
-  // Tells every worker to end after its current step. No step may be in flight; the group is kDown
-  // afterwards.
+  // Tells every worker that listens to end after its current step. No step may be in flight; the group is
+  // kDown afterwards.
   void DrainWorkers();
 
  private:

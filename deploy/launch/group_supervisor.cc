@@ -28,7 +28,9 @@ using Clock = std::chrono::steady_clock;
 constexpr absl::string_view kCoordinatorReady = "kdt-coordinator ready ";
 constexpr absl::string_view kWorkerReady = "kdt-worker ready ";
 constexpr absl::string_view kWorkerFailed = "kdt-worker failed ";
-constexpr milliseconds kEndGrace{1500};  // after SIGTERM, before SIGKILL
+constexpr milliseconds kEndGrace{1500};    // after SIGTERM, before SIGKILL
+constexpr milliseconds kDrainGrace{5000};  // for a coordinator that ends the last requests by force
+constexpr int kDrainSliceMs = 50;
 constexpr std::chrono::minutes kRestartWindow{10};
 constexpr std::chrono::seconds kMaxBackoff{30};
 
@@ -223,7 +225,17 @@ int GroupSupervisor::Drain() {
   spdlog::info("draining: no new requests, running ones get up to {} s", options_.drain_timeout_s);
   if (coordinator_.has_value()) {
     coordinator_->Signal(SIGTERM);
-    const bool clean = coordinator_->WaitEnded(options_.drain_timeout_s * 1000 + 5000);
+    const auto deadline = Clock::now() + std::chrono::seconds(options_.drain_timeout_s) + kDrainGrace;
+    const auto ended = [](ChildProcess& worker) { return worker.Ended(); };
+    bool clean = false, told = false;
+    while (!(clean = coordinator_->WaitEnded(kDrainSliceMs)) && Clock::now() < deadline) {
+      // Lost ones are not started again, so what waits for them waits in vain. (The coordinator ends them
+      // too, when its requests are done, and then does not listen.)
+      if (told || (!restart_at_.has_value() && std::none_of(workers_.begin(), workers_.end(), ended)))
+        continue;
+      coordinator_->Signal(kGroupGivenUp);
+      told = true;
+    }
     if (!clean) spdlog::warn("the coordinator did not end in time and is killed");
   } else {
     AwaitWorkers();

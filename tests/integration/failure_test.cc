@@ -122,6 +122,29 @@ TEST_CASE("when the launcher gives up, a request that waited for the group is en
   CHECK(running.status.error_message() == "the model group was lost");
 }
 
+TEST_CASE("a stop while the workers are gone does not wait for requests that wait for them") {
+  Cluster cluster({GoldenModel(), "", 2, {"--on_loss=restart", "--drain_timeout_s=600"}});
+  RunningRequest running(cluster);
+  SECTION("they are to be started again") {
+    REQUIRE(kill(cluster.WorkerPids().at(1), SIGKILL) == 0);
+    for (int i = 0; i < 2000 && cluster.Log().find("restarting all 2 workers") == std::string::npos; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    cluster.launcher().Signal(SIGTERM);
+  }
+  SECTION("one dies behind the stop") {
+    cluster.launcher().Signal(SIGTERM);
+    for (int i = 0; i < 2000 && cluster.Log().find("] draining\n") == std::string::npos; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    REQUIRE(kill(cluster.WorkerPids().at(1), SIGKILL) == 0);
+  }
+  CHECK(cluster.launcher().WaitEnded(30000));
+  running.thread.join();
+  INFO(cluster.Log());
+  CHECK(cluster.launcher().exit_status() == 0);
+  CHECK(running.status.error_code() == grpc::StatusCode::UNAVAILABLE);
+  CHECK(running.status.error_message() == "the model group was lost");
+}
+
 TEST_CASE("SIGTERM lets a running request finish and exits 0") {
   Cluster cluster({GoldenModel(), "", 2, {}});
   v1::GenerateRequest request = Endless();

@@ -194,6 +194,16 @@ TEST_CASE("ranks are asked, and ended, at the same time") {
   for (const auto& worker : ranks.workers) CHECK(worker->drained);
 }
 
+TEST_CASE("ranks that listen are ended also when the group has not formed") {
+  Ranks ranks;
+  ranks.workers[2]->Stop();
+  ranks.group->Form();
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  ranks.group->DrainWorkers();
+  CHECK(ranks.group->state() == GroupState::kDown);
+  for (const int rank : {0, 1, 3}) CHECK(ranks.workers[rank]->drained);
+}
+
 TEST_CASE("when two ranks hang at once the other two are ended") {
   Ranks ranks(10000, 200);
   ranks.FormAndServe();

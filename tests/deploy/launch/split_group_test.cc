@@ -166,6 +166,25 @@ TEST_CASE("the workers outlive their coordinator, and a new one joins them witho
   CHECK(pod.AnyWorker() == worker);
 }
 
+TEST_CASE("SIGHUP ends a coordinator when its requests are done, and leaves the workers to the next one") {
+  Pod pod;
+  pod.StartWorkers();
+  pod.StartCoordinator();
+  const pid_t worker = pod.AnyWorker();
+  Running running(*pod.stub, 300);
+  pod.coordinator->Signal(SIGHUP);
+  running.thread.join();
+  CHECK(running.status.ok());
+  CHECK(running.generated.size() == 300);
+  REQUIRE(pod.coordinator->WaitEnded(kStopMs));
+  CHECK(pod.coordinator->exit_status() == 0);
+  pod.StartCoordinator();
+  std::vector<Sample> samples;
+  CHECK(Generate(*pod.stub, Request(5), &samples).ok());
+  CHECK(pod.AnyWorker() == worker);
+  CHECK(pod.Log().find("restarting") == std::string::npos);
+}
+
 TEST_CASE("stopped at the same moment, the workers wait until the coordinator's requests are done") {
   Pod pod;
   pod.StartWorkers();
