@@ -15,9 +15,21 @@
 namespace kdt::cuda {
 namespace {
 
+// Into L2, where the kernel in front has not written it just now: not read, so before the wait. A line of x
+// each of `thread`.
+__device__ __forceinline__ void PrefetchStepData(const MoeParams& p, bool ids, int thread) {
+  constexpr int kLine = 128 / sizeof(bf16);
+  const int lines = p.hidden_groups * 32 / kLine;
+  if (thread < p.rows * lines) PrefetchL2(p.x + thread / lines * p.x_stride + thread % lines * kLine);
+  if (ids && thread * 32 < p.rows * p.top_k)
+    PrefetchL2(p.ids + thread * 32), PrefetchL2(p.weights + thread * 32);
+}
+
 template <Form kForm>
 __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constant__ MoeParams p) {
   constexpr int kTeams = SlicesEach(kForm), kTeamWarps = kMoeWarps / kTeams;
+  // The block's teams begin with neighbouring tiles, which share their inputs.
+  constexpr int kClaimed = kForm == Form::kFour ? kTeams : 1;
   extern __shared__ __align__(128) unsigned char dynamic[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic);
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
@@ -32,23 +44,29 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
   SharedDown shared_down(p, Worker<kForm>::FirstTile(warp), warp, lane);
   if (chooses) row_choice.Prepare();
   if (shares) shared_down.LoadWeights();
-  if (threadIdx.x < kMaxTeams) {
-    BarrierInit(SharedAddress(&shared.full[threadIdx.x]), kTeamWarps * 32);
-    BarrierInit(SharedAddress(&shared.empty[threadIdx.x]), 32);
-    for (int i = 0; i < kTickets; ++i) BarrierInit(SharedAddress(&shared.drawn[threadIdx.x][i]), 1);
+  // A warp's lanes make barriers one after the other, so each warp makes some.
+  if (lane == 0) {
+    BarrierInit(SharedAddress(&shared.landed[warp][0]), 32);
+    BarrierInit(SharedAddress(&shared.landed[warp][1]), 32);
+    if (warp < kTeams) BarrierInit(SharedAddress(&shared.full[warp]), kTeamWarps * 32);
+    if (warp < kTeams) BarrierInit(SharedAddress(&shared.empty[warp]), 32);
+    if (warp < kTeams * kTickets)
+      BarrierInit(SharedAddress(&shared.drawn[warp / kTickets][warp % kTickets]), 1);
   }
-  if (threadIdx.x < 2 * kMoeWarps) BarrierInit(SharedAddress(&shared.landed[0][threadIdx.x]), 32);
   if (threadIdx.x == 0) {
     shared.surplus = make_uint4(kSurplusLow, kSurplusLow, kSurplusHigh, kSurplusHigh);
     if (IsDirect(kForm)) shared.choice.held = 0;
   }
   PrepareChoice(reinterpret_cast<int*>(shared.exchange));
+  if (IsDirect(kForm) && kForm != Form::kFewest && warp == kMoeWarps - 1) {
+    PrefetchStepData(p, !chooses, blockIdx.x * 32 + lane);
+  }
   __syncthreads();
   WaitForPrevious();
   // All of this is on its way at once: the first tickets, the choice and its weights.
-  const bool draws = lane == 0 && warp % kTeamWarps == kTeamWarps - 1;
+  const bool draws = lane == 0 && warp % (kTeamWarps * kClaimed) == kTeamWarps * kClaimed - 1;
   unsigned ticket = 0;
-  if (draws) DrawTicket(ticket, p.state);
+  if (draws) DrawTickets<kClaimed>(ticket, p.state);
   unsigned launches[2] = {};
   if (draws) {
     launches[0] = PhaseWords(p, 0)[kLaunchNumber];
@@ -78,7 +96,9 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
                static_cast<int>(p.w.first_expert), static_cast<int>(p.w.experts));
   }
   if (draws) {
-    shared.tickets[warp / kTeamWarps][kTickets - 1] = ticket & ~kPhaseBit;
+#pragma unroll
+    for (int i = 0; i < kClaimed; ++i)
+      shared.tickets[warp / kTeamWarps - i][kTickets - 1] = (ticket & ~kPhaseBit) + kClaimed - 1 - i;
     if (warp == kMoeWarps - 1) {
       shared.phase = ticket & kPhaseBit;
       const unsigned launch = ((ticket & kPhaseBit) == 0 ? launches[0] : launches[1]) + 1;
@@ -102,7 +122,7 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
     for (int i = threadIdx.x; i <= kDownTicket; i += kMoeThreads) other[i] = 0;
     if (threadIdx.x == 0) other[kLaunchNumber] = shared.launch;
   }
-  if (draws) ResetAfterLast(p, shared.choice, kTeams, shared.phase, ticket & ~kPhaseBit);
+  if (draws) ResetAfterLast(p, shared.choice, kTeams, shared.phase, (ticket & ~kPhaseBit) + kClaimed - 1);
   if (active == 0) {
     if (IsDirect(kForm) && shares) worker.SumNothing();
     if (IsDirect(kForm) && !p.accumulate) {
@@ -283,12 +303,14 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
     p.few_ids = p.top_k == kFewChoiceTopK && p.rows <= kFewChoiceRows && Aligned16(p.ids);
     // The warps of a row that is alone fetch their activations in twos, for the block's two tiles of down,
     // and have no turn for a third one.
-    const bool mails = p.rows <= kFewestRows && pairs <= kMailPairs && pairs * w.inner <= kMoeMailWords &&
-                       (p.rows > 1 || p.down_tiles <= kDirectTeams * launch.processors);
+    const bool mails = pairs <= kMailPairs && pairs * w.inner <= kMoeMailWords;
+    const bool fewest =
+        mails && p.rows <= kFewestRows && (p.rows > 1 || p.down_tiles <= kDirectTeams * launch.processors);
     const Form form = !fit                                         ? Form::kRagged
                       : pairs > kSharedPairs                       ? Form::kMost
                       : pairs > kDirectPairs || p.rows > kFewRows  ? Form::kMany
-                      : mails                                      ? Form::kFewest
+                      : fewest                                     ? Form::kFewest
+                      : mails && p.rows <= kFourRows               ? Form::kFour
                       : TeamsAreBusy(launch, pairs * p.gate_tiles) ? Form::kFew
                                                                    : Form::kWhole;
     p.product = static_cast<float*>(launch.workspace);
@@ -299,6 +321,7 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
     p.take_at = std::min(steps, IsDirect(form) ? 1 : 2);
     p.draw_at = std::min(steps, p.take_at + 2);
     const auto kernel = form == Form::kFewest  ? MoeKernel<Form::kFewest>
+                        : form == Form::kFour  ? MoeKernel<Form::kFour>
                         : form == Form::kFew   ? MoeKernel<Form::kFew>
                         : form == Form::kWhole ? MoeKernel<Form::kWhole>
                         : form == Form::kMany  ? MoeKernel<Form::kMany>

@@ -78,9 +78,16 @@ __device__ __forceinline__ void Worker<kForm>::Down() {
           }
         }
       };
+      // A single row, of one step, with one way to L2.
+      const bool row = kMail && left == 1 && p_.inner_groups == kStep;
       if (kPairs && cell.tiles == 2) {
         float acc[2][2][4] = {};
         const bf16* x = inputs;
+        int mail = (mine * inner + 8 * t_) / 2;
+        if (row) {
+          FetchRow(mine, cell.tile);
+          mail = kRow;
+        }
 #pragma unroll 1
         for (int part = steps * kStep / kSlotGroups; part > 0; --part) {
           Position next = at_.Groups(kSlotGroups);
@@ -90,9 +97,14 @@ __device__ __forceinline__ void Worker<kForm>::Down() {
             more = NextCell(next);
             next_second = Second();
           }
-          PairStep(acc, x, more, next, next_second);
+          PairStep(acc, x, mail, more, next, next_second);
           at_ = next;
           x += kSlotGroups * 32;
+          if (mail == kRow) {
+            row_ += kSlotGroups * 64;
+          } else {
+            mail += kSlotGroups * 16;
+          }
         }
         store(Products(0) + g_, acc[0]);
         store(Products(1) + g_, acc[1]);
@@ -102,9 +114,8 @@ __device__ __forceinline__ void Worker<kForm>::Down() {
       for (int tile = 0; tile < cell.tiles; ++tile) {
         float acc[2][4] = {};
         const bf16* x = inputs;
-        int mail = kMail ? (mine * inner + 8 * t_) / 2 : kNoMail;
-        // A single row, of one step, with one way to L2.
-        if (kMail && left == 1 && p_.inner_groups == kStep) {
+        int mail = (mine * inner + 8 * t_) / 2;
+        if (row) {
           FetchRow(mine, cell.tile);
           mail = kRow;
         }
@@ -125,12 +136,12 @@ __device__ __forceinline__ void Worker<kForm>::Down() {
               next_second = Second();
             }
           }
-          Step<kStep>(acc, x, mail, groups, more, next, next_groups, next_second);
+          Step<kStep, kMail>(acc, x, mail, groups, more, next, next_groups, next_second);
           at_ = next;
           x += kStep * 32;
           if (mail != kRow) mail += kStep * 16;
         }
-        store(kDirect ? Products(kMail ? warp_ / kDirectTeam : 0) + g_
+        store(kDirect ? Products(kPairs ? 0 : warp_ / kDirectTeam) + g_
                       : p_.product + (cell.tile + tile) * kTileRows + g_,
               acc);
       }
@@ -169,7 +180,7 @@ __device__ __forceinline__ int Worker<kForm>::ProductAt(int pair) const {
 template <Form kForm>
 __device__ __forceinline__ void Worker<kForm>::FetchRow(int pair, int tile) {
   const bool shared =
-      p_.rows == 1 && (warp_ >= kDirectTeam || tile + static_cast<int>(gridDim.x) < p_.down_tiles);
+      !kPairs && p_.rows == 1 && (warp_ >= kDirectTeam || tile + static_cast<int>(gridDim.x) < p_.down_tiles);
   const int place = shared ? warp_ % kDirectTeam + (row_of_second_ ? kDirectTeam : 0) : warp_;
   float* const row = shared_.exchange[place] + kSumFloats / 2;
   row_ = SharedAddress(row);
@@ -196,9 +207,9 @@ __device__ __forceinline__ void Worker<kForm>::StoreOut(int64_t at, float value)
 // kDirectTeam sums a tile, a warp a row, a lane a column.
 template <Form kForm>
 __device__ __forceinline__ void Worker<kForm>::SumExperts(int first_tile) {
-  const int tile = first_tile + (kMail ? 0 : static_cast<int>(gridDim.x) * (warp_ / kDirectTeam));
+  const int tile = first_tile + (kPairs ? static_cast<int>(gridDim.x) * (warp_ / kDirectTeam) : 0);
   const int row = tile < p_.down_tiles ? warp_ % kDirectTeam : kDirectTeam, column = tile * kTileRows + lane_;
-  const int barrier = kMail ? 1 + warp_ / kDirectTeam : 1;
+  const int barrier = kPairs ? 1 : 1 + warp_ / kDirectTeam;
   const float* const from = Products(warp_ / kDirectTeam) + lane_;
   float sum = 0.0f, before = 0.0f;
   const int64_t at = row * p_.out_stride + column;
@@ -209,9 +220,13 @@ __device__ __forceinline__ void Worker<kForm>::SumExperts(int first_tile) {
   }
   NamedBarrier(barrier, kTileTeam * 32);
   if (row < p_.rows) {
+    // Without a branch, so that several products are read at once.
+    const unsigned long long held = choice().held >> (row * p_.top_k);
+#pragma unroll 4
     for (int k = 0; k < p_.top_k; ++k) {
       const int pair = row * p_.top_k + k;
-      if (choice().held >> pair & 1) sum = fmaf(choice().weights[pair], from[ProductAt(pair)], sum);
+      const float with = fmaf(choice().weights[pair], from[ProductAt(pair)], sum);
+      if (held >> k & 1) sum = with;
     }
     if (p_.accumulate) sum = before + sum;
     StoreOut(at, sum);

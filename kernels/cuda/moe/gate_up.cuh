@@ -49,17 +49,16 @@ __device__ __forceinline__ unsigned Worker<kForm>::GateTile(unsigned ticket, uns
             next_second = Second();
           }
         }
-        Step<kAll ? kGateStep : kStep>(acc, x, kNoMail, groups, more, next, next_groups, next_second);
+        Step<kAll ? kGateStep : kStep, false>(acc, x, 0, groups, more, next, next_groups, next_second);
         at_ = next;
         x += groups * 32;
       }
-      if (slice == 0) {
-        if (round > 0) BarrierWait(SharedAddress(&shared_.empty[team_]), (round - 1) & 1);
-        if (kMail) {
-          LeaveSums(acc, columns);
-          continue;
-        }
-      } else {
+      if (slice == 0 && round > 0) BarrierWait(SharedAddress(&shared_.empty[team_]), (round - 1) & 1);
+      if (kMail) {
+        LeaveSums(acc, columns, slice);
+        continue;
+      }
+      if (slice > 0) {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           const float4 before = mine_sums[m * 32];
@@ -98,14 +97,16 @@ __device__ __forceinline__ unsigned Worker<kForm>::TakeTicket(unsigned seq) {
   return next;
 }
 
-// With kMail a tile has a column or few, and sums lie in the exchange by column, 16 of gate, then 16 of up.
+// With kMail a tile has a column or few, and sums lie in the exchange slice by slice, by column, 16 of gate,
+// then 16 of up.
 template <Form kForm>
-__device__ __forceinline__ void Worker<kForm>::LeaveSums(const float (&acc)[2][4], int columns) {
+__device__ __forceinline__ void Worker<kForm>::LeaveSums(const float (&acc)[2][4], int columns, int slice) {
+  static_assert(!kMail || kEach * MailRows(kForm) * 32 <= kSumFloats);
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
     const int column = 2 * t_ + odd;
     if (column >= columns) continue;
-    float* const to = shared_.exchange[warp_] + column * 32 + g_;
+    float* const to = shared_.exchange[warp_] + slice * (kSumFloats / kEach) + column * 32 + g_;
 #pragma unroll
     for (int m = 0; m < 2; ++m) to[m * 16] = acc[m][odd], to[m * 16 + 8] = acc[m][2 + odd];
   }
@@ -120,10 +121,13 @@ __device__ __forceinline__ void Worker<kForm>::FinishFew(int round, int tile, in
   for (int column = 0; column < columns; ++column) {
     float part[kSlices];
 #pragma unroll
-    for (int w = 0; w < kSlices; ++w) part[w] = shared_.exchange[w][column * 32 + lane_];
+    for (int i = 0; i < kSlices; ++i) {
+      part[i] = shared_.exchange[team_ * kTeamWarps + i / kEach]
+                                [i % kEach * (kSumFloats / kEach) + column * 32 + lane_];
+    }
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kSlices; w += kSlicesEach) sum += part[w] + part[w + 1] + part[w + 2] + part[w + 3];
+    for (int i = 0; i < kSlices; i += kSlicesEach) sum += part[i] + part[i + 1] + part[i + 2] + part[i + 3];
     sum *= kUnscale;
     const float value = Activation(sum, __shfl_down_sync(~0u, sum, 16)),
                 next = __shfl_down_sync(~0u, value, 1);

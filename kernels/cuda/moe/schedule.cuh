@@ -35,25 +35,30 @@ inline constexpr int kMaxBlocks = 256;
 
 // Forms of the kernel. Where `widths fit` every step of a warp has all its groups.
 enum class Form {
-  kFewest,  // as kFew, but a team is the whole block, activations go by mail (mail.cuh), tiles are on their
-            // own
-  kFew,     // two tiles of down for all experts, summed in the block
-  kWhole,   // as kFew, but a team is the whole block
-  kMany,    // products go to memory, and a second kernel sums
-  kMost,    // as kMany, with lists of pairs in the workspace
+  kFewest,  // as kFour, but a team is the whole block, and tiles of down are on their own
+  kFour,   // two tiles of down for all experts, summed in the block; activations go by mail (mail.cuh), and a
+           // team is half the block
+  kFew,    // as kFour, but a team has four warps, and each expert a counter in place of the mail
+  kWhole,  // as kFew, but a team is the whole block
+  kMany,   // products go to memory, and a second kernel sums
+  kMost,   // as kMany, with lists of pairs in the workspace
   kRagged,  // as kMany, for any widths
 };
-inline constexpr int kFewestRows = 3, kMailPairs = 32;  // the most for kFewest
-inline constexpr int kFewRows = 8, kDirectPairs = 64;   // the most for kFew
+inline constexpr int kFewestRows = 3, kFourRows = 4, kMailPairs = 32;  // the most for kFewest and kFour
+inline constexpr int kFewRows = 8, kDirectPairs = 64;                  // the most for kFew
 static_assert(kFewRows <= kDirectTeam);
 __host__ __device__ constexpr bool IsDirect(Form form) { return form <= Form::kWhole; }
+__host__ __device__ constexpr bool HasMail(Form form) { return form <= Form::kFour; }
+__host__ __device__ constexpr int MailRows(Form form) {
+  return form == Form::kFewest ? kFewestRows : kFourRows;
+}
 // How many warps choose for a row, where the choice is made here.
 __host__ __device__ constexpr int RowWarps(Form form) { return form == Form::kFewest ? 4 : 2; }
 static_assert(kFewRows == kBlockChoiceRows && kFewRows * RowWarps(Form::kFew) <= kMoeWarps &&
               kFewestRows * RowWarps(Form::kFewest) <= kMoeWarps);
 // A warp's slices of a tile of gate_up.
 __host__ __device__ constexpr int SlicesEach(Form form) {
-  return form == Form::kFewest || form == Form::kWhole ? 1 : kSlicesEach;
+  return form == Form::kFewest || form == Form::kWhole ? 1 : form == Form::kFour ? 2 : kSlicesEach;
 }
 
 struct MoeParams {
@@ -71,7 +76,7 @@ struct MoeParams {
   // late as may be, because who is ahead of others shall take from them.
   int draw_at, take_at;
   uint16_t* pairs;   // [blocks, pairs], with kMost: blocks differ in the order of an expert's pairs
-  bf16* activation;  // [pairs, inner], not with kFewest
+  bf16* activation;  // [pairs, inner], where there is no mail
   float* product;    // [pairs, hidden], with kMany, kMost and kRagged
   void* out;
   int64_t out_stride;
@@ -131,6 +136,15 @@ __device__ __forceinline__ void ResetAfterLast(const MoeParams& p, const Choice&
 // Not an addition: the compiler would count the warp's lanes, spread the result, and so wait for it at once.
 __device__ __forceinline__ void DrawTicket(unsigned& ticket, unsigned* from) {
   asm volatile("atom.global.inc.u32 %0, [%1], 0xfffffffe;" : "=r"(ticket) : "l"(from) : "memory");
+}
+// The same, of several in a row the first.
+template <int kCount>
+__device__ __forceinline__ void DrawTickets(unsigned& ticket, unsigned* from) {
+  if (kCount == 1) {
+    DrawTicket(ticket, from);
+  } else {
+    asm volatile("atom.global.add.u32 %0, [%1], %2;" : "=r"(ticket) : "l"(from), "n"(kCount) : "memory");
+  }
 }
 
 // Tiles of down in a row of one expert; none: tiles == 0.

@@ -9,10 +9,8 @@
 namespace kdt::cuda {
 
 inline constexpr int kSumFloats = 256;  // of a warp for a tile
-static_assert(kFewestRows * 32 <= kSumFloats / 2 && kMailRow * 2 == kSumFloats * 4 / 2 &&
-              kMailPairs / 4 * kDirectTeams <= kMoeWarps);
-inline constexpr int kNoMail = -(1 << 30);  // a place of a value that stays negative when added to
-inline constexpr int kRow = kNoMail - 1;    // values that lie in shared memory
+static_assert(kMailRow * 2 == kSumFloats * 4 / 2 && kMailPairs / 4 * kDirectTeams <= kMoeWarps);
+inline constexpr int kRow = -1;  // a place of values that lie in shared memory
 
 // What a warp needs now and then, for which there are no registers.
 struct WarpState {
@@ -54,11 +52,11 @@ static_assert(MoeSharedBytes(kSharedPairs) <= 101376 && kFewBytes + sizeof(Few) 
 template <Form kForm>
 class Worker {
   // kAll: every step has all its groups.
-  static constexpr bool kAll = kForm != Form::kRagged, kMail = kForm == Form::kFewest,
-                        kDirect = IsDirect(kForm);
+  static constexpr bool kAll = kForm != Form::kRagged, kMail = HasMail(kForm), kDirect = IsDirect(kForm);
   // A warp takes the block's two tiles of down at once, which share their inputs.
-  static constexpr bool kPairs = kDirect && !kMail;
-  static constexpr int kTileTeam = kMail ? kDirectTeam : kMoeWarps;  // warps that share the experts of a tile
+  static constexpr bool kPairs = kDirect && kForm != Form::kFewest;
+  // Warps that share the experts of a tile.
+  static constexpr int kTileTeam = kPairs ? kMoeWarps : kDirectTeam;
   static constexpr int kEach = SlicesEach(kForm), kTeamWarps = kMoeWarps / kEach;
 
  public:
@@ -77,7 +75,7 @@ class Worker {
         surplus_(&shared.surplus),
         ring_(SharedAddress(shared.rings[warp])) {}
 
-  // The tile of the shared experts' down product of a kDirectTeam, and with kMail its first one of down.
+  // The tile of the shared experts' down product of a kDirectTeam, and with kFewest its first one of down.
   __device__ __forceinline__ static int FirstTile(int warp) {
     return static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * (warp / kDirectTeam);
   }
@@ -86,7 +84,7 @@ class Worker {
   __device__ __forceinline__ void Start() {
     if (lane_ == 0) {
       if (!kDirect) state().runs.Plan(p_, choice());
-      state().item = kMail ? FirstTile(warp_) : static_cast<int>(blockIdx.x);
+      state().item = kPairs ? static_cast<int>(blockIdx.x) : FirstTile(warp_);
       state().expert = warp_ % kTileTeam;
     }
     __syncwarp();
@@ -115,7 +113,7 @@ class Worker {
   }
   // `out` where no expert of any row is held here.
   __device__ __forceinline__ void SumNothing() {
-    const int tile = kMail ? FirstTile(warp_) : static_cast<int>(blockIdx.x);
+    const int tile = kPairs ? static_cast<int>(blockIdx.x) : FirstTile(warp_);
     if (tile < p_.down_tiles) SumExperts(tile);
   }
 
@@ -182,32 +180,31 @@ class Worker {
     weights.Take<kGroups>(ring_ + slot * kSlotBytes, lane_);
     __syncwarp();
   }
-  // A step: products of what has come, and sending for the next. Inputs are at x, or with `mail` not negative
-  // there.
-  template <int kGroups>
+  // A step: products of what has come, and sending for the next. Inputs are at x, or with kFromMail at
+  // `mail`.
+  template <int kGroups, bool kFromMail>
   __device__ __forceinline__ void Step(float (&acc)[2][4], const bf16* x, int mail, int groups, bool more,
                                        const Position& next, int next_groups, int next_second) {
     Weights weights;
     Inputs inputs;
-    if (kAll) LoadInputs<4, 0>(inputs, x, mail, groups);
+    if (kAll) LoadInputs<4, 0, kFromMail>(inputs, x, mail, groups);
     Take<4>(weights, 0);
-    if (!kAll) LoadInputs<4, 0>(inputs, x, mail, groups);  // there are no registers for it before
+    if (!kAll) LoadInputs<4, 0, kFromMail>(inputs, x, mail, groups);  // there are no registers for it before
     SendFirst(more, next, next_groups);
     Multiply<4>(acc, weights, Operands<4>(inputs, surplus_));
-    if (kAll) LoadInputs<kGroups - 4, 4>(inputs, x + 4 * 32, mail == kRow ? kRow : mail + 4 * 16, groups - 4);
+    if (kAll) LoadInputs<kGroups - 4, 4, kFromMail>(inputs, x, mail, groups - 4);
     Take<kGroups - 4>(weights, 1);
-    if (!kAll)
-      LoadInputs<kGroups - 4, 4>(inputs, x + 4 * 32, mail == kRow ? kRow : mail + 4 * 16, groups - 4);
+    if (!kAll) LoadInputs<kGroups - 4, 4, kFromMail>(inputs, x, mail, groups - 4);
     parity_ ^= 1;
     SendSecond(more, next, next_groups, next_second);
     Multiply<kGroups - 4>(acc, weights, Operands<kGroups - 4>(inputs, surplus_));
   }
   // The same four groups of two tiles.
-  __device__ __forceinline__ void PairStep(float (&acc)[2][2][4], const bf16* x, bool more,
+  __device__ __forceinline__ void PairStep(float (&acc)[2][2][4], const bf16* x, int mail, bool more,
                                            const Position& next, int next_second) {
     Weights weights;
     Inputs inputs;
-    inputs.Load<kSlotGroups, true>(x, kSlotGroups);
+    LoadInputs<kSlotGroups, 0, kMail>(inputs, x, mail, kSlotGroups);
     Take<kSlotGroups>(weights, 0);
     SendFirst(more, next, kStep);
     const Operands<kSlotGroups> operands(inputs, surplus_);
@@ -217,24 +214,24 @@ class Worker {
     SendSecond(more, next, kStep, next_second);
     Multiply<kSlotGroups>(acc[1], weights, operands);
   }
-  // Groups of a step from kFirst on.
-  template <int kGroups, int kFirst>
+  // `groups` of a step, the first of them its kFirst-th.
+  template <int kGroups, int kFirst, bool kFromMail>
   __device__ __forceinline__ void LoadInputs(Inputs& inputs, const bf16* x, int mail, int groups) const {
-    if (kMail && mail == kRow) {
+    if (!kFromMail) {
+      inputs.Load<kGroups, kAll>(x + kFirst * 32, groups);
+    } else if (mail == kRow) {
       const uint32_t from = row_ + kFirst * 64 + t_ * 16;
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) inputs.of[j] = LoadShared4U(from + j * 64);
-    } else if (kMail && mail >= 0) {
-      ReadMail<kGroups, kAll>(inputs, Mail(), mail, groups, shared_.launch);
     } else {
-      inputs.Load<kGroups, kAll>(x, groups);
+      ReadMail<kGroups, kAll>(inputs, Mail(), mail + kFirst * 16, groups, shared_.launch);
     }
   }
 
   // gate_up.cuh
   __device__ __forceinline__ unsigned GateTile(unsigned ticket, unsigned seq, int& round);
   __device__ __forceinline__ unsigned TakeTicket(unsigned seq);
-  __device__ __forceinline__ void LeaveSums(const float (&acc)[2][4], int columns);
+  __device__ __forceinline__ void LeaveSums(const float (&acc)[2][4], int columns, int slice);
   __device__ __forceinline__ void FinishFew(int round, int tile, int begin, int columns);
   __device__ __forceinline__ static float Activation(float gate, float up);
   __device__ __forceinline__ void FinishGate(int round, int active, int tile, int begin, int columns);
