@@ -182,7 +182,11 @@ bool DieWithParent() {
 sigset_t BlockSignals(std::initializer_list<int> signals) {
   sigset_t set;
   sigemptyset(&set);
-  for (const int signal : signals) sigaddset(&set, signal);
+  for (const int signal : signals) {
+    struct sigaction inherited;
+    const bool ignored = sigaction(signal, nullptr, &inherited) == 0 && inherited.sa_handler == SIG_IGN;
+    if (signal != SIGHUP || !ignored) sigaddset(&set, signal);
+  }
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
   return set;
 }

@@ -73,7 +73,8 @@ constexpr int kGroupGivenUp = SIGUSR1;
 bool DieWithParent();
 
 // Blocks the signals in this thread and in those that it starts from now on, so that they come only to who
-// waits for the set. Call it before any thread starts.
+// waits for the set. Call it before any thread starts. A SIGHUP that is ignored, as under nohup, is left out:
+// it would come although nobody wants it.
 sigset_t BlockSignals(std::initializer_list<int> signals);
 
 // The folder of the running executable, for finding its siblings.

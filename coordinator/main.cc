@@ -50,10 +50,10 @@ ABSL_FLAG(int, record_trees_count, 16, "with --record_trees: how many, the first
 ABSL_FLAG(std::string, tree, "best-first", "best-first, spine-first or chain");
 ABSL_FLAG(std::string, on_group_loss, "exit",
           "exit: end with status 3; rejoin: wait for the workers, form the group again and go on");
-ABSL_FLAG(int, drain_timeout_s, 30,
-          "on SIGTERM (and SIGHUP, which leaves the ranks to the next coordinator): how long running "
-          "requests may go "
-          "on");
+ABSL_FLAG(
+    int, drain_timeout_s, 30,
+    "on SIGTERM (and SIGHUP, which leaves the ranks to the next coordinator): how long running requests "
+    "may go on");
 ABSL_FLAG(bool, die_with_parent, false, "end when the parent process ends");
 ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
 
@@ -158,7 +158,7 @@ struct Stop {
     while (read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
       wanted = true;
       given_up = given_up || info.ssi_signo == kGroupGivenUp;
-      leaves_ranks = leaves_ranks || info.ssi_signo == SIGHUP;
+      leaves_ranks = info.ssi_signo == SIGHUP;  // the last counts: SIGTERM behind it stops all
     }
   }
 };
@@ -279,6 +279,7 @@ absl::StatusOr<int> Serve(const sigset_t& signals) {
   server->Shutdown(kAnswerGrace);
   to_wake = nullptr;
   KDT_RETURN_IF_ERROR(bad_budget);
+  stop.Take(signal_fd);  // SIGTERM may have come behind SIGHUP
   const bool lost = stop.given_up || events.group_lost;
   if (!lost && !stop.leaves_ranks) group.DrainWorkers();
   close(signal_fd);

@@ -271,7 +271,7 @@ void GroupSupervisor::EndWorkers(milliseconds grace) {
 }
 
 int GroupSupervisor::Run() {
-  const sigset_t signals = BlockSignals({SIGTERM, SIGINT, SIGCHLD});
+  const sigset_t signals = BlockSignals({SIGTERM, SIGINT, SIGHUP, SIGCHLD});
   const int signal_fd = signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
   KDT_CHECK(signal_fd >= 0);
 
@@ -290,7 +290,7 @@ int GroupSupervisor::Run() {
     signalfd_siginfo info;
     bool stop = false;
     while (read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
-      stop = stop || info.ssi_signo == SIGTERM || info.ssi_signo == SIGINT;
+      stop = stop || info.ssi_signo != SIGCHLD;
     }
     if (stop) {
       result = Drain();

@@ -41,10 +41,10 @@ class GroupSupervisor {
   explicit GroupSupervisor(GroupOptions options) : options_(std::move(options)) {}
   ~GroupSupervisor();
 
-  // Blocks until SIGTERM or SIGINT (drains, returns 0) or a loss that ends the group (returns 1 after logging
-  // which process ended and how). Prints "kdt ready listen=HOST:PORT" on standard output once the group
-  // serves, or "kdt workers started" when there is no coordinator here to tell. Call it before any thread is
-  // started: it blocks SIGTERM, SIGINT and SIGCHLD for the process.
+  // Blocks until SIGTERM, SIGINT or SIGHUP (drains, returns 0) or a loss that ends the group (returns 1 after
+  // logging which process ended and how). Prints "kdt ready listen=HOST:PORT" on standard output once the
+  // group serves, or "kdt workers started" when there is no coordinator here to tell. Call it before any
+  // thread is started: it blocks these and SIGCHLD for the process.
   int Run();
 
  private:

@@ -1,5 +1,6 @@
-// The small parts of common: checked arithmetic, INT4, addresses, loss notes, the metrics endpoint, clock.
+// The small parts of common: checked arithmetic, INT4, addresses, loss notes, signals, the metrics endpoint, clock.
 #include <netinet/in.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -123,6 +124,19 @@ TEST_CASE("a loss note lies beside a worker's socket, one line of it is read") {
   WriteLossNote("127.0.0.1:7000", "nowhere to put it");
   CHECK(ReadLossNote("127.0.0.1:7000").empty());
   RemoveTree(dir);
+}
+
+TEST_CASE("a hangup that is ignored, as under nohup, is not waited for") {
+  sigset_t before;
+  REQUIRE(pthread_sigmask(SIG_SETMASK, nullptr, &before) == 0);
+  for (const bool ignored : {false, true}) {
+    const auto old = signal(SIGHUP, ignored ? SIG_IGN : SIG_DFL);
+    const sigset_t waited = BlockSignals({SIGHUP, SIGTERM});
+    CHECK(sigismember(&waited, SIGHUP) == (ignored ? 0 : 1));
+    CHECK(sigismember(&waited, SIGTERM) == 1);
+    signal(SIGHUP, old);
+    REQUIRE(pthread_sigmask(SIG_SETMASK, &before, nullptr) == 0);
+  }
 }
 
 TEST_CASE("the metrics endpoint serves its registry and reports a taken port") {

@@ -185,6 +185,24 @@ TEST_CASE("SIGHUP ends a coordinator when its requests are done, and leaves the 
   CHECK(pod.Log().find("restarting") == std::string::npos);
 }
 
+TEST_CASE("SIGTERM behind SIGHUP ends the workers too") {
+  Pod pod;
+  pod.StartWorkers();
+  pod.StartCoordinator();
+  Running running(*pod.stub, 1000);
+  pod.coordinator->Signal(SIGHUP);
+  for (int i = 0; i < 4000 && pod.Log().find("] draining\n") == std::string::npos; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  pod.workers->Signal(SIGTERM);
+  pod.coordinator->Signal(SIGTERM);
+  CHECK(pod.coordinator->WaitEnded(kStopMs));
+  CHECK(pod.workers->WaitEnded(kStopMs));
+  running.thread.join();
+  INFO(pod.Log());
+  CHECK(running.status.ok());
+  CHECK(pod.Log().find("was not ended by its coordinator") == std::string::npos);
+}
+
 TEST_CASE("stopped at the same moment, the workers wait until the coordinator's requests are done") {
   Pod pod;
   pod.StartWorkers();
