@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "kernels/cuda/common/device.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/gemm/choose.cuh"
+#include "kernels/cuda/gemm/even.cuh"
 #include "kernels/cuda/gemm/held.cuh"
 #include "kernels/cuda/gemm/library.h"
 #include "kernels/cuda/gemm/skinny.h"
@@ -39,16 +41,7 @@ struct ChooseRows {
 };
 
 // Blocks of these kernels that the device holds at once.
-int Slots(int processors) {
-  static const int blocks = [] {
-    int device = 0, shared = 0;
-    const bool known =
-        cudaGetDevice(&device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) == cudaSuccess;
-    return known && shared >= 200 * 1024 ? 2 : 1;
-  }();
-  return processors * blocks;
-}
+int Slots(int processors) { return processors * (HoldsTwoLargest() ? 2 : 1); }
 
 // How many blocks share the inputs of a tile: the fewest that leave at most a fifth of the slots empty in the
 // last wave, or else those that leave the fewest empty. By the shape of W alone: a row's bits depend on it.
@@ -124,6 +117,30 @@ template <typename S>
 cudaError_t Held(const Launch& launch, const StreamParams& p, int heads) {
   return LaunchAfter(launch, HeldKernel<S>, dim3(Blocks(p.part[0].outs, S::kOuts), heads), dim3(S::kThreads),
                      S::kSharedBytes, p);
+}
+
+template <typename S>
+cudaError_t Even(const Launch& launch, const StreamParams& p) {
+  return LaunchAfter(launch, EvenKernel<S>, dim3(launch.processors), dim3(S::kThreads), S::kShared, p);
+}
+// The same with at most eight rows and more.
+template <typename Few, typename More>
+cudaError_t Even(const Launch& launch, const StreamParams& p) {
+  return p.rows <= Few::kRows ? Even<Few>(launch, p) : Even<More>(launch, p);
+}
+// cudaErrorNotSupported: not the one for this product.
+cudaError_t EvenFor(const Launch& launch, const StreamParams& p) {
+  if (p.rows > kEvenRows || p.chunks * 8 <= HeldMost::kInputs || p.part[0].outs < 8 * launch.processors)
+    return cudaErrorNotSupported;
+  const int outs = Blocks(p.part[0].outs, launch.processors);  // of a block, at most
+  if (p.splits == 1 && outs > 56)
+    return Even<EvenShape<52, 1, 1, 1, 3, 0, true>, EvenShape<52, 2, 1, 1, 2, 0, true>>(launch, p);
+  if (p.splits == 1) return Even<EvenShape<56, 1, 1, 1, 3, 4>, EvenShape<56, 2, 1, 1, 2, 3>>(launch, p);
+  if (p.splits == 3 && outs <= 36)
+    return Even<EvenShape<36, 1, 3, 3, 4, 2>, EvenShape<36, 2, 3, 3, 3, 3>>(launch, p);
+  if (p.splits == 4 && outs <= 16 && p.rows > 2)
+    return Even<EvenShape<16, 1, 4, 2, 4, 6>, EvenShape<16, 2, 4, 2, 3, 4>>(launch, p);
+  return cudaErrorNotSupported;
 }
 
 template <int kTiles, int kRounds, int kAhead, typename Others>
@@ -209,6 +226,10 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const Others& o
     return cudaErrorInvalidValue;
   }
   if constexpr (std::is_same_v<Others, NoOthers>) {
+    if (heads == 1 && !gemm.gated && gemm.beside.rows == 0) {
+      const cudaError_t error = EvenFor(launch, p);
+      if (error != cudaErrorNotSupported) return error;
+    }
     if (IsWhole(gemm, p)) return WholeFor(launch, p);
     if (p.rows <= kHeldRows && p.splits == 1 && !gemm.gated && gemm.beside.rows == 0 &&
         p.chunks * 8 <= HeldMost::kInputs) {

@@ -21,6 +21,7 @@ constexpr struct {
                     {"StreamKernel", "gemm_stream"},
                     {"WholeKernel", "gemm_whole"},
                     {"HeldKernel", "gemm_held"},
+                    {"EvenKernel", "gemm_even"},
                     {"WideKernel", "gemm_wide"},
                     {"TileKernel", "gemm_tile"},
                     {"MlaQueryKernel", "mla_query"},

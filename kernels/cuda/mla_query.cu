@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/common/chunk.cuh"
+#include "kernels/cuda/common/device.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/mail.cuh"
 #include "kernels/cuda/mla_rope.cuh"
@@ -29,7 +30,8 @@ constexpr int kPitch = kColumns + 8;
 constexpr int kSumPitch = kOuts + 4;
 constexpr int kMaxRows = 64, kMailRows = 16;
 constexpr int kMaxKeyBlocks = 32;
-constexpr int kLooks = 256;  // most of a microsecond each
+constexpr int kAloneRows = 8;  // up to them a block has a multiprocessor to itself
+constexpr int kLooks = 256;    // most of a microsecond each
 
 struct Params {
   kernels::MlaPrepareArgs prepare;
@@ -436,7 +438,10 @@ cudaError_t MlaQuery(const Launch& launch, const kernels::MlaQueryArgs& args) {
                       : rows <= 16 && mail ? MlaQueryKernel<2, true>
                       : rows <= 16         ? MlaQueryKernel<2, false>
                                            : MlaQueryKernel<4, false>;
-  return LaunchAfter(launch, kernel, grid, dim3(kThreads), 0, p);
+  // More shared memory than it uses, so that two do not fit; the next kernel still does.
+  const size_t alone =
+      rows <= kAloneRows && HoldsTwoLargest() ? SharedOfMultiprocessor() / 2 - sizeof(Shared<1>) : 0;
+  return LaunchAfter(launch, kernel, grid, dim3(kThreads), alone, p);
 }
 
 }  // namespace kdt::cuda
