@@ -30,8 +30,8 @@ constexpr int kPitch = kColumns + 8;
 constexpr int kSumPitch = kOuts + 4;
 constexpr int kMaxRows = 64, kMailRows = 16;
 constexpr int kMaxKeyBlocks = 32;
-constexpr int kAloneRows = 8;  // up to them a block has a multiprocessor to itself
-constexpr int kLooks = 256;    // most of a microsecond each
+constexpr int kAloneRows = 16;  // up to them a block has a multiprocessor to itself
+constexpr int kLooks = 256;     // most of a microsecond each
 
 struct Params {
   kernels::MlaPrepareArgs prepare;

@@ -27,8 +27,7 @@ struct EvenShape {
   static constexpr int kM = (kLines + 15) / 16, kRows = 8 * kTiles, kOuts = 16 * kM;
   static constexpr int kWarps = 4 * kShares / kEach, kThreads = 32 * kWarps;
   static constexpr int kW = kLines * 128, kSlot = kW + kRows * 128;  // bytes of a slot; of W in it
-  // Products read lines that nobody copied, up to behind the last slot; what they give is not stored.
-  static constexpr int kRing = kWarps * kDepth * kSlot + (kOuts * 128 > kSlot ? kOuts * 128 - kSlot : 0);
+  static constexpr int kRing = kWarps * kDepth * kSlot;
   static constexpr int kPitch = kOuts + 4, kSums = 4 * kShares * kRows * kPitch * 4;
   // Sums of a tile have a place of their own where the rings go on.
   static constexpr int kShared = kMany ? kRing + kSums : kRing > kSums ? kRing : kSums;
@@ -135,10 +134,14 @@ __global__ void __launch_bounds__(S::kThreads, 2) EvenKernel(const __grid_consta
           const uint32_t side = (64 * half) ^ swap;
           uint4 a[2 * kM], b[kTiles];
 #pragma unroll
-          for (int m = 0; m < 2 * kM; ++m) a[m] = LoadShared4U(from_slot + m * 1024 + side);
+          for (int m = 0; m < 2 * kM; ++m) {  // of lines that nobody copied nothing is stored
+            a[m] = 8 * m < S::kLines ? LoadShared4U(from_slot + m * 1024 + side) : make_uint4(0, 0, 0, 0);
+          }
 #pragma unroll
-          for (int n = 0; n < kTiles; ++n) b[n] = LoadShared4U(from_slot + S::kW + n * 1024 + side);
-            // All tiles' first halves, then all second ones: the two of a tile wait for each other.
+          for (int n = 0; n < kTiles; ++n) {
+            b[n] = LoadShared4U(from_slot + S::kW + n * 1024 + side);
+          }
+          // All tiles' first halves, then all second ones: the two of a tile wait for each other.
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
 #pragma unroll

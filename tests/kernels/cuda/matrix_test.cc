@@ -28,8 +28,8 @@ TEST_CASE("cuda: gemm against float64, and a row's bits do not depend on the oth
         // All inputs in a block, tiles of 64 outputs, weights that stay on the chip; a last
         // piece of 32 inputs.
         Shape{2112, 1312}, Shape{896, 3232}, Shape{7168, 288}, Shape{4260, 800},
-        // An even share of the outputs a block: three shares of the inputs, one, several tiles.
-        Shape{4606, 1056}, Shape{6803, 1056}, Shape{7401, 1056}}) {
+        // An even share of the outputs a block: three shares of the inputs, one, several tiles, four.
+        Shape{4606, 1056}, Shape{6803, 1056}, Shape{7401, 1056}, Shape{2110, 3104}}) {
     Twin w(rng, s.outs, s.in), all(rng, 130, s.in);
     const std::vector<float> reference = Product(all.host, w.host, 130, s.outs, s.in);
     // Many rows go other ways: by the library where it is installed, and never with a y at odd addresses.
