@@ -135,11 +135,11 @@ cudaError_t EvenFor(const Launch& launch, const StreamParams& p) {
   const int outs = Blocks(p.part[0].outs, launch.processors);  // of a block, at most
   if (p.splits == 1 && outs > 56)
     return Even<EvenShape<52, 1, 1, 1, 3, 0, true>, EvenShape<52, 2, 1, 1, 2, 0, true>>(launch, p);
-  if (p.splits == 1) return Even<EvenShape<56, 1, 1, 1, 3, 4>, EvenShape<56, 2, 1, 1, 2, 3>>(launch, p);
+  if (p.splits == 1) return Even<EvenShape<56, 1, 1, 1, 3, 4>, EvenShape<56, 2, 1, 1, 2, 2>>(launch, p);
   if (p.splits == 3 && outs <= 36)
     return Even<EvenShape<36, 1, 3, 3, 4, 0>, EvenShape<36, 2, 3, 3, 3, 0>>(launch, p);
-  if (p.splits == 4 && outs <= 16 && p.chunks * 8 >= 3072 && p.rows > 2)
-    return Even<EvenShape<16, 1, 4, 2, 4, 6>, EvenShape<16, 2, 4, 2, 3, 4>>(launch, p);
+  if (p.splits == 4 && outs <= 16 && p.chunks * 8 >= 3072)
+    return Even<EvenShape<16, 1, 4, 2, 4, 0>, EvenShape<16, 2, 4, 2, 3, 0>>(launch, p);
   return cudaErrorNotSupported;
 }
 
