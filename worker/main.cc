@@ -81,14 +81,14 @@ constexpr absl::Duration kDrainTimeout = absl::Seconds(3);
 constexpr std::chrono::milliseconds kAnswerGrace{100};
 
 // For who started this process, in one line (kdt-launch reads it).
-void TellFailure(std::string why) {
+void TellEnd(std::string why) {
   std::replace(why.begin(), why.end(), '\n', ' ');
-  std::printf("kdt-worker failed %s\n", why.c_str());
+  std::printf("kdt-worker ends: %s\n", why.c_str());
   std::fflush(stdout);
 }
 
 int Fail(absl::string_view message) {
-  TellFailure(std::string(message));
+  TellEnd(std::string(message));
   std::fprintf(stderr, "kdt-worker: %.*s\n", static_cast<int>(message.size()), message.data());
   return 2;
 }
@@ -261,7 +261,10 @@ int Run(const sigset_t& signals) {
                       });
   // Every way to end goes through SIGTERM, which the main thread waits for below.
   std::atomic<int> exit_status{0};
-  WorkerService service(identity, &engine, [] { kill(getpid(), SIGTERM); });
+  WorkerService service(identity, &engine, [](const std::string& reason) {
+    TellEnd(absl::StrCat("its coordinator ended it: ", reason));
+    kill(getpid(), SIGTERM);
+  });
 
   grpc::ServerBuilder builder;
   int port = 0;
@@ -288,7 +291,7 @@ int Run(const sigset_t& signals) {
     }
     const std::string error(loaded.status().message());
     spdlog::error("cannot load: {}", error);
-    TellFailure(absl::StrCat("cannot load: ", error));
+    TellEnd(absl::StrCat("cannot load: ", error));
     service.SetLoadError(error);
     exit_status = 1;
     std::this_thread::sleep_for(kTellLoadError);

@@ -26,28 +26,6 @@ constexpr int kDrainTimeoutMs = 5000;
 constexpr int kJoinTimeoutMs = 60'000;
 constexpr int kJoinGraceMs = 5'000;  // so that a rank's own time-out, which names its peer, comes first
 
-// A stopped or stuck process does not end by itself, so nobody who watches processes sees it. The ranks that
-// are ready are ended instead: whoever started the group then starts all ranks again.
-void EndTheOthers(const RankLinks& links, const std::vector<RankPoll::Heard>& heard,
-                  int describe_timeout_ms) {
-  std::vector<std::string> hung;
-  bool any = false;
-  for (size_t i = 0; i < links.size(); ++i) {
-    if (heard[i].silences >= kMaxSilences) hung.push_back(links[i]->Name());
-    any = any || heard[i].ready();
-  }
-  spdlog::error("{} {} not answered for {} s: {}; {}", absl::StrJoin(hung, ", "),
-                hung.size() == 1 ? "has" : "have", kMaxSilences * describe_timeout_ms / 1000,
-                hung.size() == 1 ? "it hangs" : "they hang",
-                any ? "the other ranks are ended so that all start again"
-                    : "no other rank is ready, to be ended so that all start again: end its process");
-  AtOnce(links, [&heard](RankLink& link) {
-    if (!heard[link.rank()].ready()) return;
-    const absl::Status drained = link.Drain(kDrainTimeoutMs);
-    if (!drained.ok()) spdlog::warn("{} was not ended: {}", link.Name(), drained.message());
-  });
-}
-
 std::string NewCollectiveId(uint64_t epoch) {
   std::random_device random;
   return absl::StrFormat("kdt-%d-%d-%08x", getpid(), epoch, random());
@@ -169,13 +147,10 @@ bool SeldomLine::Due(const std::string& line, int64_t now_us) {
   return true;
 }
 
-GroupForming::GroupForming(const RankLinks& links, int describe_timeout_ms,
-                           std::function<void(const std::string&)> on_waiting,
-                           std::function<void(uint32_t, const std::string&)> on_rank_error)
+GroupForming::GroupForming(const RankLinks& links, int describe_timeout_ms, Listener listener)
     : links_(links),
       describe_timeout_ms_(describe_timeout_ms),
-      on_waiting_(std::move(on_waiting)),
-      on_rank_error_(std::move(on_rank_error)),
+      listener_(std::move(listener)),
       progress_(kProgressEveryUs) {}
 
 // "2 of 4 ranks are ready; waiting for rank 1 (no answer), rank 3 (20 of 80 MiB loaded)".
@@ -196,39 +171,76 @@ std::string GroupForming::Progress(const std::vector<RankPoll::Heard>& heard) co
                       absl::StrJoin(missing, ", "));
 }
 
-absl::Status GroupForming::WaitLoaded(bool again, const std::function<bool()>& cancelled,
+void GroupForming::TakeIn(const std::vector<RankPoll::Heard>& heard) {
+  for (uint32_t i = 0; i < heard.size(); ++i) {
+    listener_.on_heard(i, heard[i]);
+    const std::string& error = heard[i].description.load_error();
+    const std::string why = !error.empty()      ? absl::StrCat("could not load: ", error)
+                            : heard[i].answered ? ""
+                                                : ReadLossNote(links_[i]->address());
+    if (heard[i].ready()) ended_[i].clear();
+    if (why.empty() || why == ended_[i]) continue;
+    ended_[i] = why;
+    listener_.on_rank_error(i, why);
+  }
+}
+
+// A stopped or stuck process does not end by itself, so nobody who watches processes sees it. The ranks that
+// are ready are ended instead: whoever started the group then starts all ranks again.
+void GroupForming::EndTheOthers(const std::vector<RankPoll::Heard>& heard) {
+  const std::string silent =
+      absl::StrCat(" not answered for ", kMaxSilences * describe_timeout_ms_ / 1000, " s");
+  std::vector<std::string> hung;
+  bool any = false;
+  for (size_t i = 0; i < heard.size(); ++i) {
+    any = any || heard[i].ready();
+    if (heard[i].silences < kMaxSilences) continue;
+    hung.push_back(links_[i]->Name());
+    listener_.on_rank_error(static_cast<uint32_t>(i), absl::StrCat("it has", silent, ": it hangs"));
+  }
+  const std::string names = absl::StrJoin(hung, ", ");
+  const bool one = hung.size() == 1;
+  spdlog::error("{} {}{}: {}; {}", names, one ? "has" : "have", silent, one ? "it hangs" : "they hang",
+                any ? "the other ranks are ended so that all start again"
+                    : "no other rank is ready, to be ended so that all start again: end its process");
+  const std::string reason = absl::StrCat(names, one ? " hangs" : " hang");
+  AtOnce(links_, [&](RankLink& link) {
+    if (!heard[link.rank()].ready()) return;
+    const absl::Status drained = link.Drain(reason, kDrainTimeoutMs);
+    if (!drained.ok()) spdlog::warn("{} was not ended: {}", link.Name(), drained.message());
+  });
+}
+
+absl::Status GroupForming::WaitLoaded(uint64_t last_epoch, const std::function<bool()>& cancelled,
                                       std::vector<v1::DescribeResponse>* described) {
   ended_.resize(links_.size());
   RankPoll poll(links_, describe_timeout_ms_);
   const int64_t began_us = MonotonicMicros();
-  for (;; std::this_thread::sleep_for(std::chrono::milliseconds(kRankPollMs))) {
+  while (true) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(kRankPollMs));
     const std::vector<RankPoll::Heard> heard = poll.heard();
+    TakeIn(heard);
+    bool all_ready = true, hangs = false;
     for (size_t i = 0; i < heard.size(); ++i) {
-      const std::string& error = heard[i].description.load_error();
-      const std::string why = !error.empty()      ? absl::StrCat("could not load: ", error)
-                              : heard[i].answered ? ""
-                                                  : ReadLossNote(links_[i]->address());
-      if (heard[i].ready()) ended_[i].clear();
-      if (!why.empty() && why != ended_[i]) {
-        ended_[i] = why;
-        on_rank_error_(static_cast<uint32_t>(i), why);
-      }
-      if (!error.empty()) return absl::FailedPreconditionError(absl::StrCat(links_[i]->Name(), " ", why));
+      if (!heard[i].description.load_error().empty())
+        return absl::FailedPreconditionError(absl::StrCat(links_[i]->Name(), " ", ended_[i]));
+      all_ready = all_ready && heard[i].ready();
+      hangs = hangs || heard[i].silences >= kMaxSilences;
+      last_epoch = std::max(last_epoch, heard[i].description.last_epoch());
     }
-    if (std::all_of(heard.begin(), heard.end(), [](const auto& rank) { return rank.ready(); })) {
+    if (all_ready) {
       for (const RankPoll::Heard& rank : heard) described->push_back(rank.description);
       return absl::OkStatus();
     }
     if (cancelled()) return absl::CancelledError("forming the group was cancelled");
-    const auto hangs = [](const RankPoll::Heard& rank) { return rank.silences >= kMaxSilences; };
-    if (again && std::any_of(heard.begin(), heard.end(), hangs)) {
+    if (hangs && last_epoch > 0) {
       // Those that hang like it are as far by now.
       std::this_thread::sleep_for(std::chrono::milliseconds(kRankPollMs));
-      EndTheOthers(links_, poll.heard(), describe_timeout_ms_);
+      EndTheOthers(poll.heard());
       poll.ForgetSilences();
     } else {
       const std::string waiting = Progress(heard);
-      on_waiting_(waiting);
+      listener_.on_waiting(waiting);
       const int64_t now_us = MonotonicMicros();
       if (now_us - began_us >= kProgressEveryUs && progress_.Due(waiting, now_us)) {
         spdlog::info("{}", waiting);
@@ -239,17 +251,17 @@ absl::Status GroupForming::WaitLoaded(bool again, const std::function<bool()>& c
 
 absl::StatusOr<FormedGroup> GroupForming::Form(uint64_t last_epoch, const std::function<bool()>& cancelled) {
   FormedGroup formed;
-  KDT_RETURN_IF_ERROR(WaitLoaded(last_epoch > 0, cancelled, &formed.ranks));
+  KDT_RETURN_IF_ERROR(WaitLoaded(last_epoch, cancelled, &formed.ranks));
   KDT_ASSIGN_OR_RETURN(formed.limits, CheckDescriptions(formed.ranks));
   formed.epoch = last_epoch + 1;
   for (const auto& rank : formed.ranks) formed.epoch = std::max(formed.epoch, rank.last_epoch() + 1);
   const std::string joining = absl::StrCat("all ", links_.size(), " ranks are loaded; joining them");
-  on_waiting_(joining);
+  listener_.on_waiting(joining);
   if (joining_.Due(joining, MonotonicMicros())) spdlog::info("{} in epoch {}", joining, formed.epoch);
   const RankLink* failed = nullptr;
   const absl::Status joined = JoinAll(links_, formed.epoch, cancelled, &failed);
   if (failed != nullptr) {
-    on_rank_error_(failed->rank(), absl::StrCat("could not join: ", joined.message()));
+    listener_.on_rank_error(failed->rank(), absl::StrCat("could not join: ", joined.message()));
     return absl::Status(joined.code(), absl::StrCat(failed->Name(), ": ", joined.message()));
   }
   KDT_RETURN_IF_ERROR(joined);

@@ -40,31 +40,36 @@ class SeldomLine {
 // One for all attempts: what a rank said before it ended is told while it is missing. One attempt at a time.
 class GroupForming {
  public:
-  // A rank that does not tell of itself within `describe_timeout_ms` is silent. `on_waiting` hears what is
-  // waited for, `on_rank_error` why a rank cannot be part of a group; both from the thread that calls Form.
-  // `links` outlives this.
-  GroupForming(const RankLinks& links, int describe_timeout_ms,
-               std::function<void(const std::string&)> on_waiting,
-               std::function<void(uint32_t, const std::string&)> on_rank_error);
+  // Called by the thread that forms.
+  struct Listener {
+    std::function<void(const std::string&)> on_waiting;  // what is waited for
+    std::function<void(uint32_t rank, const RankPoll::Heard&)> on_heard;
+    std::function<void(uint32_t rank, const std::string&)> on_rank_error;  // why it is no part of a group
+  };
+
+  // A rank that does not tell of itself within `describe_timeout_ms` is silent. `links` outlives this.
+  GroupForming(const RankLinks& links, int describe_timeout_ms, Listener listener);
 
   // Blocks; polls as long as ranks are loading. `cancelled` is asked between polls (CANCELLED). Errors name
-  // the rank. The epoch is larger than `last_epoch` and than any that a rank has told. With a `last_epoch`
-  // other than 0 a rank that listens and is silent three times in a row hangs: the ranks that answer are then
+  // the rank. The epoch is larger than `last_epoch` and than any that a rank has told. Once there was
+  // an epoch a rank that listens and is silent three times in a row hangs: the ranks that answer are then
   // ended.
   absl::StatusOr<FormedGroup> Form(uint64_t last_epoch, const std::function<bool()>& cancelled);
 
  private:
   // Waits until all ranks are ready at once: one that was may have ended since, as when all are started again
-  // behind a loss. The first error that ends the wait is a load error. `again`: the ranks have been a group
-  // before, so that one which does not answer hangs; a first load may have its reasons to be slow.
-  absl::Status WaitLoaded(bool again, const std::function<bool()>& cancelled,
+  // behind a loss. The first error that ends the wait is a load error. A rank hangs that does not answer
+  // after an epoch (`last_epoch`, or one that another rank tells, as to a new coordinator); a first load may
+  // have its reasons to be slow.
+  absl::Status WaitLoaded(uint64_t last_epoch, const std::function<bool()>& cancelled,
                           std::vector<v1::DescribeResponse>* described);
+  void TakeIn(const std::vector<RankPoll::Heard>& heard);
   std::string Progress(const std::vector<RankPoll::Heard>& heard) const;
+  void EndTheOthers(const std::vector<RankPoll::Heard>& heard);
 
   const RankLinks& links_;
   const int describe_timeout_ms_;
-  const std::function<void(const std::string&)> on_waiting_;
-  const std::function<void(uint32_t, const std::string&)> on_rank_error_;
+  const Listener listener_;
   std::vector<std::string> ended_;  // by rank: why it ended, as far as that is known; empty once it is ready
   SeldomLine progress_;
   SeldomLine joining_;

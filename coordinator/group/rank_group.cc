@@ -26,16 +26,22 @@ int RankTimeoutMs(int step_timeout_ms) { return std::max(1, step_timeout_ms * 4 
 
 RankGroup::RankGroup(RankGroupOptions options)
     : options_(std::move(options)),
-      former_(
-          links_, options_.describe_timeout_ms,
-          [this](const std::string& waiting) {
-            const std::lock_guard lock(mutex_);
-            reason_ = waiting;
-          },
-          [this](uint32_t rank, const std::string& error) {
-            const std::lock_guard lock(mutex_);
-            status_[rank].last_error = error;
-          }) {
+      former_(links_, options_.describe_timeout_ms,
+              {[this](const std::string& waiting) {
+                 const std::lock_guard lock(mutex_);
+                 reason_ = waiting;
+               },
+               [this](uint32_t rank, const RankPoll::Heard& heard) {
+                 const std::lock_guard lock(mutex_);
+                 status_[rank].up = heard.ready();
+                 if (!heard.answered) return;
+                 status_[rank].backend = heard.description.backend();
+                 status_[rank].device = heard.description.device();
+               },
+               [this](uint32_t rank, const std::string& error) {
+                 const std::lock_guard lock(mutex_);
+                 status_[rank].last_error = error;
+               }}) {
   KDT_CHECK(!options_.addresses.empty());
   for (size_t i = 0; i < options_.addresses.size(); ++i) {
     links_.push_back(
@@ -364,7 +370,7 @@ void RankGroup::DrainWorkers() {
   if (forming_.joinable()) forming_.join();
   const bool serving = state() == GroupState::kServing;
   AtOnce(links_, [serving](RankLink& link) {
-    const absl::Status drained = link.Drain(kDrainTimeoutMs);
+    const absl::Status drained = link.Drain("the coordinator stops", kDrainTimeoutMs);
     if (!drained.ok() && serving) spdlog::warn("{} did not drain: {}", link.Name(), drained.message());
   });
   if (!serving) return;

@@ -11,6 +11,7 @@ namespace {
 // Derived from the largest answer: 1024 rows of prompt log-probabilities with 64 candidates are below 2 MB.
 constexpr int kMaxMessageBytes = 64 << 20;
 constexpr int kReconnectMs = 100;
+constexpr int kConnectMs = 30'000;
 constexpr char kStepsMethod[] = "/kdt.v1.Worker/Steps";
 
 absl::Status ToAbsl(const grpc::Status& status) {
@@ -25,7 +26,9 @@ std::shared_ptr<grpc::Channel> Connect(const std::string& address, const RankSec
   // A rank of its own: its failures must not delay the reconnection to another one.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kReconnectMs);
+  // Not a pause: how long a connection may take. For so long one who listens and says nothing is silent;
+  // behind it, it looks like one who does not listen.
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kConnectMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 10 * kReconnectMs);
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);  // a step is never sent twice
   if (!security.server_name.empty()) arguments.SetSslTargetNameOverride(security.server_name);
@@ -68,11 +71,13 @@ absl::StatusOr<v1::JoinGroupResponse> RankLink::Join(const v1::JoinGroupRequest&
   return response;
 }
 
-absl::Status RankLink::Drain(int timeout_ms) {
+absl::Status RankLink::Drain(const std::string& reason, int timeout_ms) {
   grpc::ClientContext context;
   SetTimeout(&context, timeout_ms);
+  v1::DrainRequest request;
+  request.set_reason(reason);
   v1::DrainResponse response;
-  return ToAbsl(stub_->Drain(&context, {}, &response));
+  return ToAbsl(stub_->Drain(&context, request, &response));
 }
 
 void RankLink::OpenStream(grpc::CompletionQueue* queue) {

@@ -45,7 +45,7 @@ class RankLink {
   absl::StatusOr<v1::DescribeResponse> Describe(int timeout_ms, grpc::ClientContext* context);
   absl::StatusOr<v1::JoinGroupResponse> Join(const v1::JoinGroupRequest& request, int timeout_ms,
                                              grpc::ClientContext* context);
-  absl::Status Drain(int timeout_ms);
+  absl::Status Drain(const std::string& reason, int timeout_ms);
 
   // Opens the step stream; its events arrive in `queue`.
   void OpenStream(grpc::CompletionQueue* queue);

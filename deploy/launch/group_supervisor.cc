@@ -27,7 +27,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr absl::string_view kCoordinatorReady = "kdt-coordinator ready ";
 constexpr absl::string_view kWorkerReady = "kdt-worker ready ";
-constexpr absl::string_view kWorkerFailed = "kdt-worker failed ";
+constexpr absl::string_view kWorkerEnds = "kdt-worker ends: ";
 constexpr milliseconds kEndGrace{1500};    // after SIGTERM, before SIGKILL
 constexpr milliseconds kDrainGrace{5000};  // for a coordinator that ends the last requests by force
 constexpr int kDrainSliceMs = 50;
@@ -53,7 +53,7 @@ WorkerEnd ReadWorkerEnd(ChildProcess& worker) {
   const std::string output = worker.TakeOutput();
   for (absl::string_view line : absl::StrSplit(output, '\n')) {
     if (absl::StartsWith(line, kWorkerReady)) end.early = false;
-    if (absl::ConsumePrefix(&line, kWorkerFailed)) end.why = absl::StrCat(": ", line);
+    if (absl::ConsumePrefix(&line, kWorkerEnds)) end.why = absl::StrCat(": ", line);
   }
   return end;
 }
@@ -159,7 +159,16 @@ ChildProcess* GroupSupervisor::FirstEnded() {
 
 bool GroupSupervisor::HandleLoss(ChildProcess& lost) {
   const bool is_worker = !coordinator_.has_value() || &lost != &*coordinator_;
-  const WorkerEnd end = is_worker ? ReadWorkerEnd(lost) : WorkerEnd();
+  WorkerEnd end;
+  if (is_worker) {
+    end = ReadWorkerEnd(lost);
+  } else {
+    // It may have ended over a worker that still told it why.
+    for (size_t i = 0; i < workers_.size() && end.why.empty(); ++i) {
+      if (const std::string why = ReadWorkerEnd(workers_[i]).why; !why.empty())
+        end.why = absl::StrCat(" (", workers_[i].name(), why, ")");
+    }
+  }
   const std::string reason = absl::StrCat(lost.name(), " (pid ", lost.pid(), ") ", lost.EndReason(),
                                           end.early ? " before it listened" : "", end.why);
   if (is_worker) {

@@ -85,9 +85,9 @@ grpc::ServerBidiReactor<v1::StepRequest, v1::StepResponse>* WorkerService::Steps
   return StepStream::Open(engine_);
 }
 
-grpc::ServerUnaryReactor* WorkerService::Drain(grpc::CallbackServerContext*, const v1::DrainRequest*,
+grpc::ServerUnaryReactor* WorkerService::Drain(grpc::CallbackServerContext*, const v1::DrainRequest* request,
                                                v1::DrainResponse* response) {
-  auto* reactor = new DrainReactor(on_drained_);
+  auto* reactor = new DrainReactor([this, reason = request->reason()] { on_drained_(reason); });
   engine_->Drain([reactor, response](uint64_t steps) {
     response->set_steps(steps);
     reactor->Finish(grpc::Status::OK);

@@ -26,8 +26,10 @@ struct WorkerIdentity {
 
 class WorkerService : public v1::Worker::CallbackService {
  public:
-  // `on_drained` is called once a Drain call has been answered; the process is to end then.
-  WorkerService(WorkerIdentity identity, EngineThread* engine, std::function<void()> on_drained)
+  // `on_drained` is called with the reason given once a Drain call has been answered; the process is to end
+  // then.
+  WorkerService(WorkerIdentity identity, EngineThread* engine,
+                std::function<void(const std::string& reason)> on_drained)
       : identity_(std::move(identity)), engine_(engine), on_drained_(std::move(on_drained)) {}
 
   void SetProgress(uint64_t loaded, uint64_t total) {
@@ -49,7 +51,7 @@ class WorkerService : public v1::Worker::CallbackService {
  private:
   const WorkerIdentity identity_;
   EngineThread* const engine_;
-  const std::function<void()> on_drained_;
+  const std::function<void(const std::string&)> on_drained_;
   std::atomic<uint64_t> loaded_bytes_{0};
   std::atomic<uint64_t> total_bytes_{0};
   std::mutex mutex_;

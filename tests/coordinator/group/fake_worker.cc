@@ -111,8 +111,11 @@ grpc::Status FakeWorker::Steps(grpc::ServerContext* context,
   return grpc::Status::OK;
 }
 
-grpc::Status FakeWorker::Drain(grpc::ServerContext* context, const v1::DrainRequest*, v1::DrainResponse*) {
+grpc::Status FakeWorker::Drain(grpc::ServerContext* context, const v1::DrainRequest* request,
+                               v1::DrainResponse*) {
   before_answer(*context);
+  if (context->IsCancelled()) return grpc::Status::CANCELLED;
+  drain_reason = request->reason();
   drained = true;
   return grpc::Status::OK;
 }

@@ -41,6 +41,7 @@ class FakeWorker final : public v1::Worker::Service {
   // What Describe and Drain do before they answer; set before the group forms.
   std::function<void(const grpc::ServerContext&)> before_answer = [](const grpc::ServerContext&) {};
   std::atomic<bool> drained{false};
+  std::string drain_reason;  // once drained
   std::atomic<uint64_t> epoch{0};
 
   grpc::Status Describe(grpc::ServerContext*, const v1::DescribeRequest*,

@@ -1,6 +1,12 @@
 // The group over real unix sockets: forming, steps, and each way in which a rank can fail.
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
 
@@ -214,12 +220,49 @@ TEST_CASE("when two ranks hang at once the other two are ended") {
   const auto drained = [&](int rank) { return ranks.workers[rank]->drained.load(); };
   for (int i = 0; i < 2000 && !(drained(0) && drained(3)); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  CHECK(drained(0));
-  CHECK(drained(3));
-  CHECK_FALSE(drained(1));
-  CHECK_FALSE(drained(2));
+  REQUIRE(drained(0));
+  REQUIRE(drained(3));
+  CHECK(ranks.workers[3]->drain_reason == "rank 1, rank 2 hang");
+  for (const int rank : {1, 2}) {
+    CHECK_FALSE(drained(rank));
+    CHECK_FALSE(ranks.group->Ranks()[rank].up);
+    CHECK(ranks.group->Ranks()[rank].last_error == "it has not answered for 0 s: it hangs");
+  }
   for (const int rank : {1, 2}) ranks.workers[rank]->fault = Fault::kNone;
   REQUIRE(ranks.WaitState(GroupState::kServing));
+}
+
+// A stopped process: its kernel takes connections, and nobody says a word.
+struct StoppedProcess {
+  explicit StoppedProcess(const std::string& address) : fd(socket(AF_UNIX, SOCK_STREAM, 0)) {
+    sockaddr_un path{};
+    path.sun_family = AF_UNIX;
+    address.copy(path.sun_path, sizeof(path.sun_path) - 1, std::strlen("unix:"));
+    unlink(path.sun_path);
+    REQUIRE(bind(fd, reinterpret_cast<sockaddr*>(&path), sizeof(path)) == 0);
+    REQUIRE(listen(fd, 16) == 0);
+  }
+  ~StoppedProcess() { close(fd); }
+  const int fd;
+};
+
+TEST_CASE("a rank that hangs when a new coordinator comes is found too, not one that is slow to start") {
+  Ranks ranks(10000, 200);
+  const bool joined_before = GENERATE(true, false);
+  for (int rank = 0; rank < kTp; ++rank)
+    ranks.workers[rank]->description.set_last_epoch(joined_before ? 7 : 0);
+  ranks.workers[1]->Stop();
+  std::optional<StoppedProcess> stopped(std::in_place, ranks.options.addresses[1]);
+  ranks.group->Form();
+  for (int i = 0; i < (joined_before ? 2000 : 300) && !ranks.workers[0]->drained; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK(ranks.workers[0]->drained == joined_before);
+  CHECK(ranks.group->Ranks()[0].up);
+  CHECK_FALSE(ranks.group->Ranks()[1].up);
+  stopped.reset();
+  ranks.workers[1]->Restart();
+  REQUIRE(ranks.WaitState(GroupState::kServing));
+  CHECK(ranks.group->epoch() == (joined_before ? 8 : 1));
 }
 
 TEST_CASE("a line that comes again and again is told when it is new, else every ten seconds") {

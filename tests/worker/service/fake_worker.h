@@ -59,7 +59,7 @@ class FakeWorker {
     std::filesystem::create_directory(folder_);
     engine_ = std::make_unique<EngineThread>(rank, tp, &FakeWorker::MakeCollective, nullptr);
     service_ = std::make_unique<WorkerService>(WorkerIdentity{rank, tp, "fake", "none"}, engine_.get(),
-                                               [this] { drained = true; });
+                                               [this](const std::string&) { drained = true; });
     if (loaded) engine_->SetEngine(std::make_unique<FakeEngine>(std::move(behaviour)));
     grpc::ServerBuilder builder;
     const std::string address = "unix:" + (folder_ / "s").string();

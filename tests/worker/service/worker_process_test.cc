@@ -222,14 +222,18 @@ TEST_CASE("two worker processes generate the reference's greedy tokens and end o
 
   zero.process().Signal(SIGTERM);
   grpc::ClientContext context;
+  v1::DrainRequest drain;
+  drain.set_reason("no more work");
   v1::DrainResponse drained;
-  CHECK(one.stub().Drain(&context, {}, &drained).ok());
+  CHECK(one.stub().Drain(&context, drain, &drained).ok());
   CHECK(drained.steps() == 6);
   for (Worker* worker : {&zero, &one}) {
     INFO(worker->Log());
     REQUIRE(worker->process().WaitEnded(15000));
     CHECK(worker->process().exit_status() == 0);
   }
+  CHECK(one.process().TakeOutput().find("kdt-worker ends: its coordinator ended it: no more work\n") !=
+        std::string::npos);
   CHECK(zero.Log().find("MB/s") != std::string::npos);
 }
 
@@ -299,7 +303,7 @@ TEST_CASE("a checkpoint that cannot be loaded is told and ends the process with 
   CHECK(worker.Log().find("cannot load") != std::string::npos);
   // For the process that started it, on standard output.
   const std::string told = worker.process().TakeOutput();
-  CHECK(told.find("kdt-worker failed cannot load: ") == 0);
+  CHECK(told.find("kdt-worker ends: cannot load: ") == 0);
   CHECK(told.find("nothing-here") != std::string::npos);
 }
 
