@@ -25,6 +25,7 @@
 #include "common/metrics.h"
 #include "common/process.h"
 #include "common/status.h"
+#include "common/utf8.h"
 #include "coordinator/api/security_flags.h"
 #include "coordinator/api/server.h"
 #include "coordinator/group/rank_group.h"
@@ -84,7 +85,7 @@ absl::Status CheckAtLeast(const char* flag, int value, int min) {
 absl::StatusOr<std::shared_ptr<const ServedModel>> LoadModel(const std::string& folder) {
   auto model = std::make_shared<ServedModel>();
   std::filesystem::path path(folder);
-  model->name = (path.has_filename() ? path : path.parent_path()).filename().string();
+  model->name = Utf8Text((path.has_filename() ? path : path.parent_path()).filename().string());
   KDT_ASSIGN_OR_RETURN(model->config, ModelConfig::Load(folder));
   KDT_ASSIGN_OR_RETURN(model->tokenizer, Tokenizer::Load(folder));
   auto chat = ChatRenderer::Create(model->tokenizer);

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
+#include "common/utf8.h"
 #include "coordinator/api/client_text.h"
 #include "coordinator/api/response_queue.h"
 
@@ -194,13 +195,13 @@ grpc::ServerUnaryReactor* GenerationService::GetClusterInfo(grpc::CallbackServer
     response->set_waiting(scheduler_->waiting());
     // Addresses and what ranks say of their failures (paths, devices) stay on this host.
     const bool on_this_host = IsLocalPeer(context->peer());
-    if (on_this_host && !response->serving()) response->set_reason(group_->reason());
+    if (on_this_host && !response->serving()) response->set_reason(Utf8Text(group_->reason()));
     for (const RankStatus& rank : group_->Ranks()) {
       v1::RankInfo* out = response->add_ranks();
       out->set_rank(rank.rank);
       if (on_this_host) {
         out->set_address(rank.address);
-        out->set_last_error(rank.last_error);
+        out->set_last_error(Utf8Text(rank.last_error));
       }
       out->set_backend(rank.backend);
       out->set_device(rank.device);

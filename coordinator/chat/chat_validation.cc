@@ -4,8 +4,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
+#include "common/utf8.h"
 #include "coordinator/chat/json_text.h"
-#include "coordinator/tokenizer/utf8.h"
 #include "kdt/v1/generation.pb.h"
 
 namespace kdt {

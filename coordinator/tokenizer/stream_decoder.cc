@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "common/status.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "common/utf8.h"
 
 namespace kdt {
 

@@ -1,7 +1,7 @@
 #include "coordinator/tokenizer/text_cut.h"
 
 #include "common/status.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "common/utf8.h"
 
 namespace kdt {
 namespace {

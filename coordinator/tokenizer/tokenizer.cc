@@ -5,11 +5,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
+#include "common/utf8.h"
 #include "coordinator/tokenizer/byte_pairs.h"
 #include "coordinator/tokenizer/special_names.h"
 #include "coordinator/tokenizer/split_pattern.h"
 #include "coordinator/tokenizer/text_cut.h"
-#include "coordinator/tokenizer/utf8.h"
 #include "coordinator/tokenizer/vocabulary.h"
 
 namespace kdt {

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "common/utf8.h"
 #include "worker/service/step_stream.h"
 
 namespace kdt {
@@ -45,7 +46,7 @@ void ConfigureWorkerServer(grpc::ServerBuilder* builder) {
 
 void WorkerService::SetLoadError(const std::string& error) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  load_error_ = error;
+  load_error_ = Utf8Text(error);
 }
 
 grpc::ServerUnaryReactor* WorkerService::Describe(grpc::CallbackServerContext* context,

@@ -198,7 +198,7 @@ TEST_CASE("who is on this host") {
 TEST_CASE("other hosts are told neither addresses of ranks nor error texts") {
   SecureService service;
   service.harness.group.status.address = "unix:/run/kdt/rank0.sock";
-  service.harness.group.status.last_error = "cannot read /models/secret";
+  service.harness.group.status.last_error = "cannot read /models/secret\xFF";
   service.Start("0.0.0.0:0");
   CHECK(service.server->address().port > 0);
   std::string reason;  // why it does not serve, as the last caller was told
@@ -213,7 +213,7 @@ TEST_CASE("other hosts are told neither addresses of ranks nor error texts") {
     return response.ranks(0);
   };
   CHECK(info("127.0.0.1").address() == "unix:/run/kdt/rank0.sock");
-  CHECK(info("127.0.0.1").last_error() == "cannot read /models/secret");
+  CHECK(info("127.0.0.1").last_error() == "cannot read /models/secret\uFFFD");
   for (const std::string& host : OwnAddresses()) {  // none on a host without a network
     INFO(host);
     CHECK(info(host).address().empty());

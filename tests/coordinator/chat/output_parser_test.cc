@@ -1,6 +1,6 @@
 #include "coordinator/chat/output_parser.h"
 
-#include "coordinator/tokenizer/utf8.h"
+#include "common/utf8.h"
 #include "tests/coordinator/tokenizer/golden_tokenizer.h"
 
 namespace kdt {

@@ -7,6 +7,7 @@
 
 #include "coordinator/tokenizer/tokenizer.h"
 #include "tests/support/catch.h"
+#include "tests/support/code_points.h"
 
 namespace kdt {
 
@@ -14,24 +15,6 @@ inline std::shared_ptr<const Tokenizer> GoldenTokenizer() {
   static const auto tokenizer = Tokenizer::Load(KDT_GOLDENS_DIR "/model");
   REQUIRE(tokenizer.ok());
   return *tokenizer;
-}
-
-inline void AppendCodePoint(char32_t c, std::string* text) {
-  if (c < 0x80) {
-    *text += static_cast<char>(c);
-  } else if (c < 0x800) {
-    *text += static_cast<char>(0xC0 | c >> 6);
-    *text += static_cast<char>(0x80 | (c & 0x3F));
-  } else if (c < 0x10000) {
-    *text += static_cast<char>(0xE0 | c >> 12);
-    *text += static_cast<char>(0x80 | (c >> 6 & 0x3F));
-    *text += static_cast<char>(0x80 | (c & 0x3F));
-  } else {
-    *text += static_cast<char>(0xF0 | c >> 18);
-    *text += static_cast<char>(0x80 | (c >> 12 & 0x3F));
-    *text += static_cast<char>(0x80 | (c >> 6 & 0x3F));
-    *text += static_cast<char>(0x80 | (c & 0x3F));
-  }
 }
 
 // Words, spaces, line breaks, digits, punctuation, Han and anything else that Unicode has.

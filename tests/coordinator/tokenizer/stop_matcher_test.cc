@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <random>
 
-#include "coordinator/tokenizer/utf8.h"
+#include "common/utf8.h"
 #include "tests/support/catch.h"
 
 namespace kdt {

@@ -1,6 +1,6 @@
 #include "coordinator/tokenizer/stream_decoder.h"
 
-#include "coordinator/tokenizer/utf8.h"
+#include "common/utf8.h"
 #include "tests/coordinator/tokenizer/golden_tokenizer.h"
 
 namespace kdt {

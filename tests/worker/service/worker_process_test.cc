@@ -294,10 +294,11 @@ TEST_CASE("a bad flag is named and the status is 2", "[worker]") {
 
 TEST_CASE("a checkpoint that cannot be loaded is told and ends the process with status 1", "[worker]") {
   TempFolder folder;
-  Worker worker(folder, 0, 1, {"--model=" + (folder / "nothing-here")});
+  // A name that is not UTF-8: the message that tells it must be readable all the same.
+  Worker worker(folder, 0, 1, {"--model=" + (folder / "nothing-here\xFF")});
   worker.Start(/*loaded=*/false);
-  CHECK(WaitFor([&] { return worker.Describe().load_error().find("nothing-here") != std::string::npos; },
-                1000));
+  CHECK(WaitFor(
+      [&] { return worker.Describe().load_error().find("nothing-here\uFFFD") != std::string::npos; }, 1000));
   REQUIRE(worker.process().WaitEnded(kStartMs));
   CHECK(worker.process().exit_status() == 1);
   CHECK(worker.Log().find("cannot load") != std::string::npos);

@@ -1,6 +1,7 @@
-#include "coordinator/tokenizer/utf8.h"
+#include "common/utf8.h"
 
-#include "tests/coordinator/tokenizer/golden_tokenizer.h"
+#include "tests/support/catch.h"
+#include "tests/support/code_points.h"
 
 namespace kdt {
 namespace {
@@ -53,6 +54,8 @@ TEST_CASE("utf8: replacement leaves an unfinished end") {
   std::string text;
   CHECK(AppendUtf8("a\xFF\u00FC\xE4\xB8", &text) == 4);
   CHECK(text == "a\uFFFD\u00FC");
+  CHECK(Utf8Text("a\xFF\u00FC\xE4\xB8") == "a\uFFFD\u00FC\uFFFD");
+  CHECK(Utf8Text("plain") == "plain");
 }
 
 }  // namespace

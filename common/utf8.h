@@ -31,6 +31,10 @@ std::optional<size_t> FirstInvalidUtf8(std::string_view bytes);
 // the end. Returns the number of bytes taken; at most three remain.
 size_t AppendUtf8(std::string_view bytes, std::string* text);
 
+// `bytes` with each broken part replaced by U+FFFD, an incomplete end too: for a text from outside (a path)
+// that goes into a protobuf string, since a message with any other bytes cannot be read.
+std::string Utf8Text(std::string_view bytes);
+
 inline constexpr std::string_view kReplacementCharacter = "\xEF\xBF\xBD";  // U+FFFD
 
 }  // namespace kdt

@@ -1,4 +1,4 @@
-#include "coordinator/tokenizer/utf8.h"
+#include "common/utf8.h"
 
 #include <cstring>
 
@@ -73,6 +73,12 @@ size_t AppendUtf8(std::string_view bytes, std::string* text) {
     text->append(kReplacementCharacter);
     taken += unit.length;
   }
+}
+
+std::string Utf8Text(std::string_view bytes) {
+  std::string text;
+  if (AppendUtf8(bytes, &text) < bytes.size()) text.append(kReplacementCharacter);
+  return text;
 }
 
 }  // namespace kdt
