@@ -24,15 +24,16 @@ int InfoCommand(const std::vector<std::string>& args) {
   if (const auto status = (*stub)->GetClusterInfo(&cluster_context, {}, &cluster); !status.ok()) {
     return Failed(ToAbsl(status, cluster_context));
   }
-  std::printf("model %s (%s), %u layers, vocabulary %u, context %u, stop tokens %s, checkpoint %s\n",
-              model.name().c_str(), model.model_type().c_str(), model.layers(), model.vocab_size(),
-              model.max_context(), absl::StrJoin(model.stop_token_ids(), ",").c_str(),
-              model.checkpoint_digest().c_str());
-  if (model.draft_block_size() == 0) {
-    std::printf("no drafter\n");
-  } else {
-    std::printf("drafter with blocks of %u\n", model.draft_block_size());
+  std::printf("model %s (%s), %u layers, vocabulary %u, context %u, stop tokens %s", model.name().c_str(),
+              model.model_type().c_str(), model.layers(), model.vocab_size(), model.max_context(),
+              absl::StrJoin(model.stop_token_ids(), ",").c_str());
+  // What the ranks have loaded is known from when they first were a group.
+  if (cluster.epoch() > 0) {
+    const uint32_t block = model.draft_block_size();
+    std::printf(", checkpoint %s\n%s", model.checkpoint_digest().c_str(),
+                block == 0 ? "no drafter" : absl::StrCat("drafter with blocks of ", block).c_str());
   }
+  std::printf("\n");
   // Held ones are told where there are any: while a lost group forms again nothing runs.
   const std::string held = cluster.held() > 0 ? absl::StrCat(", ", cluster.held(), " held") : "";
   std::printf("%s, epoch %llu, %u running%s, %u waiting\n", cluster.serving() ? "serving" : "NOT serving",

@@ -17,7 +17,7 @@ namespace {
 constexpr int kEndWithinMs = 20000;
 
 struct Served {
-  explicit Served(const SchedulerOptions& options = {})
+  explicit Served(const SchedulerOptions& options = {}, bool forms = true)
       : dir(*MakeTempDir("kdt-test-")),
         harness(ToyOptions(), options),
         server(*ApiServer::Start(*ParseAddress("127.0.0.1:0", "listen"), GoldenServedModel(), &harness.group,
@@ -25,6 +25,7 @@ struct Served {
     harness.group.on_step = [this](const v1::StepRequest&) {
       return lost ? absl::UnavailableError("rank 3 is gone") : absl::OkStatus();
     };
+    harness.group.forms = forms;
     harness.Start();
   }
   ~Served() {
@@ -154,6 +155,23 @@ TEST_CASE("every flag is taken by the commands that it is for") {
   served.Run(absl::StrCat("generate a --noecho --nosummary --max_tokens 2", request));
   served.Run(absl::StrCat("bench --requests 1 --warmup 0 --max_tokens 2", request));
   CHECK_FALSE(served.Run("tokenize a --parse_special").empty());
+}
+
+TEST_CASE("kdt info says nothing of what the ranks have loaded before they were a group") {
+  SchedulerOptions options;
+  options.rejoin = true;
+  Served served(options, false);
+  const std::string waits = served.Run("info", 1);
+  INFO(waits);
+  CHECK(waits.find("\nNOT serving, epoch 0, 0 running, 0 waiting\ntoy\n\n") != std::string::npos);
+  CHECK(waits.find("drafter") == std::string::npos);
+  CHECK(waits.find("checkpoint") == std::string::npos);
+  served.harness.group.forms = true;
+  for (int i = 0; i < 1000 && served.harness.group.epoch() == 0; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  const std::string serves = served.Run("info");
+  CHECK(serves.find(", checkpoint ") != std::string::npos);
+  CHECK(serves.find("\nno drafter\n") != std::string::npos);
 }
 
 TEST_CASE("kdt info tells samples that a lost group holds") {
