@@ -29,7 +29,7 @@ constexpr absl::string_view kCoordinatorReady = "kdt-coordinator ready ";
 constexpr absl::string_view kWorkerReady = "kdt-worker ready ";
 constexpr absl::string_view kWorkerEnds = "kdt-worker ends: ";
 constexpr milliseconds kEndGrace{1500};    // after SIGTERM, before SIGKILL
-constexpr milliseconds kDrainGrace{5000};  // for a coordinator that ends the last requests by force
+constexpr milliseconds kDrainGrace{5000};  // after the coordinator's own time, or the first rank's end
 constexpr int kDrainSliceMs = 50;
 constexpr std::chrono::minutes kRestartWindow{10};
 constexpr std::chrono::seconds kMaxBackoff{30};
@@ -220,13 +220,24 @@ int GroupSupervisor::PollTimeoutMs() const {
 }
 
 void GroupSupervisor::AwaitWorkers() {
-  const auto deadline = Clock::now() + std::chrono::seconds(options_.drain_timeout_s);
-  for (ChildProcess& worker : workers_) {
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now()).count();
-    if (!worker.WaitEnded(static_cast<int>(std::max<int64_t>(left, 0)))) {
-      spdlog::warn("{} was not ended by its coordinator in time", worker.name());
+  auto deadline = Clock::now() + std::chrono::seconds(options_.drain_timeout_s);
+  bool ending = false;
+  while (true) {
+    std::vector<std::string> running;
+    for (ChildProcess& worker : workers_) {
+      if (!worker.Ended()) running.push_back(worker.name());
+    }
+    if (running.empty()) return;
+    // They are ended together, and without one of them there is nothing that the others could finish.
+    if (!ending && running.size() < workers_.size()) {
+      ending = true;
+      deadline = std::min(deadline, Clock::now() + kDrainGrace);
+    }
+    if (Clock::now() >= deadline) {
+      spdlog::warn("not ended by the coordinator in time: {}", absl::StrJoin(running, ", "));
       return;
     }
+    std::this_thread::sleep_for(milliseconds(kDrainSliceMs));
   }
 }
 

@@ -4,6 +4,9 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
 #include <string>
 #include <thread>
 
@@ -98,6 +101,32 @@ TEST_CASE("a killed process ends the group, named, and clients get UNAVAILABLE")
       CHECK(SharedMemoryNames().empty());
     }
   }
+}
+
+TEST_CASE("a checkpoint that cannot be loaded ends the group, with the reason in the launcher's line") {
+  const std::string model = *MakeTempDir("kdt-test-");
+  std::filesystem::copy(GoldenModel(), model);
+  std::filesystem::resize_file(model + "/model-00002-of-00002.safetensors", 1000);
+  ChildProcess::Options options;
+  options.name = "kdt-launch";
+  options.argv = {std::string(KDT_BIN_DIR) + "/kdt-launch", "--model=" + model, "--tp=2", "--threads=1",
+                  "--listen=127.0.0.1:0"};
+  options.stderr_path = model + "/log";
+  auto launcher = ChildProcess::Start(options);
+  REQUIRE(launcher.ok());
+  CHECK(launcher->WaitEnded(kEndWithinMs));
+  CHECK(launcher->exit_status() == 1);
+  std::ostringstream log;
+  log << std::ifstream(options.stderr_path).rdbuf();
+  INFO(log.str());
+  // The coordinator hears of it first, and ends before the worker does.
+  const std::string text = log.str();
+  const size_t line = text.find("; ending the group");
+  REQUIRE(line != std::string::npos);
+  const size_t begin = text.rfind('\n', line);
+  CHECK(text.substr(begin, line - begin).find(": cannot load: ") != std::string::npos);
+  CHECK(text.substr(begin, line - begin).find("the file is truncated") != std::string::npos);
+  RemoveTree(model);
 }
 
 TEST_CASE("when the launcher gives up, a request that waited for the group is ended with a status") {
