@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/common/device.h"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/gemm/broad.cuh"
 #include "kernels/cuda/gemm/choose.cuh"
 #include "kernels/cuda/gemm/even.cuh"
 #include "kernels/cuda/gemm/held.cuh"
@@ -12,7 +13,6 @@
 #include "kernels/cuda/gemm/stream.cuh"
 #include "kernels/cuda/gemm/tile.cuh"
 #include "kernels/cuda/gemm/whole.cuh"
-#include "kernels/cuda/gemm/wide.cuh"
 
 namespace kdt::cuda {
 namespace {
@@ -133,9 +133,11 @@ cudaError_t EvenFor(const Launch& launch, const StreamParams& p) {
   if (p.rows > kEvenRows || p.chunks * 8 <= HeldMost::kInputs || p.part[0].outs < 8 * launch.processors)
     return cudaErrorNotSupported;
   const int outs = Blocks(p.part[0].outs, launch.processors);  // of a block, at most
-  if (p.splits == 1 && outs > 56)
-    return Even<EvenShape<52, 1, 1, 1, 3, 0, true>, EvenShape<52, 2, 1, 1, 2, 0, true>>(launch, p);
-  if (p.splits == 1) return Even<EvenShape<56, 1, 1, 1, 3, 4>, EvenShape<56, 2, 1, 1, 2, 2>>(launch, p);
+  if (p.splits == 1) {                                         // more than eight rows: BroadKernel is faster
+    if (p.rows > 8) return cudaErrorNotSupported;
+    return outs > 56 ? Even<EvenShape<52, 1, 1, 1, 3, 0, true>>(launch, p)
+                     : Even<EvenShape<56, 1, 1, 1, 3, 4>>(launch, p);
+  }
   if (p.splits == 3 && outs <= 36)
     return Even<EvenShape<36, 1, 3, 3, 4, 0>, EvenShape<36, 2, 3, 3, 3, 0>>(launch, p);
   if (p.splits == 4 && outs <= 16 && p.chunks * 8 >= 3072)
@@ -143,33 +145,39 @@ cudaError_t EvenFor(const Launch& launch, const StreamParams& p) {
   return cudaErrorNotSupported;
 }
 
-template <int kTiles, int kRounds, int kAhead, typename Others>
-cudaError_t Wide(const Launch& launch, StreamParams p, const Others& others) {
-  using S = WideShape<kTiles, kRounds, kAhead>;
+template <typename S, typename Others>
+cudaError_t Broad(const Launch& launch, StreamParams p, int heads, const Others& others) {
   static_assert(kHasRoom<S, Others> && S::kThreads / kChoiceThreads <= 4);
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
   const int row_blocks = Blocks(p.rows, S::kRows);
   p.others = OtherBlocks<S>(others, row_blocks);
-  if (!CountersSuffice(p, static_cast<int64_t>(row_blocks) * tiles)) return cudaErrorInvalidValue;
-  return LaunchAfter(launch, WideKernel<S, Others>, dim3(row_blocks, p.others + tiles * p.splits),
+  if (!CountersSuffice(p, static_cast<int64_t>(heads) * row_blocks * tiles)) return cudaErrorInvalidValue;
+  return LaunchAfter(launch, BroadKernel<S, Others>, dim3(row_blocks, p.others + tiles * p.splits, heads),
                      dim3(S::kThreads), S::kShared, p, others);
 }
+// Tiles of 32 outputs where the chip holds them all at once, with few rows each where it does not get too
+// many; else wider ones, so that neither x nor W goes from L2 to the multiprocessors too often.
 template <typename Others>
-cudaError_t WideFor(const Launch& launch, const StreamParams& p, const Others& others) {
-  return p.rows <= 16 ? Wide<2, 8, 4>(launch, p, others) : Wide<4, 6, 3>(launch, p, others);
+cudaError_t BroadFor(const Launch& launch, const StreamParams& p, int heads, const Others& others) {
+  const int blocks = heads * p.splits * (Blocks(p.part[0].outs, 32) + Blocks(p.part[1].outs, 32));
+  const int slots = Slots(launch.processors);
+  const auto run = [&]<typename S>(S) { return Broad<S>(launch, p, heads, others); };
+  if (blocks <= slots) {
+    if (p.rows <= 16 || (p.rows > 32 && 4 * blocks <= slots)) return run(BroadShape<1, 2, 2, 3, 64, 2>{});
+    if (p.rows <= 32 || 2 * blocks <= slots) return run(BroadShape<1, 2, 4, 2, 64, 2>{});
+    return run(BroadShape<2, 2, 4, 1, 64, 2>{});
+  }
+  if (blocks <= 2 * slots)
+    return p.rows <= 32 ? run(BroadShape<2, 2, 4, 1, 64, 2>{}) : run(BroadShape<1, 4, 8, 1, 64, 2>{});
+  return p.rows <= 32 ? run(BroadShape<1, 5, 4, 1, 64, 2>{}) : run(BroadShape<2, 5, 8, 1, 32, 1>{});
 }
-// Whether tiles of 64 outputs are the better ones for more than eight rows: for many rows always, else where
-// they fill the chip once and leave room for blocks of the next kernel.
-bool IsWide(const Launch& launch, const StreamParams& p) {
-  const auto in_reach = [](int64_t rows, int64_t stride) {  // of offsets of 32 bits in bytes
+// Whether the kernel's offsets of 32 bits, in bytes, reach all of W and x.
+bool IsBroad(const StreamParams& p) {
+  const auto in_reach = [](int64_t rows, int64_t stride) {
     return rows * stride * static_cast<int64_t>(sizeof(bf16)) < int64_t{1} << 32;
   };
-  if (!in_reach(p.part[0].outs, p.part[0].w_stride) || !in_reach(p.part[1].outs, p.part[1].w_stride) ||
-      !in_reach(p.rows, p.x_stride)) {
-    return false;
-  }
-  const int blocks = p.splits * (Blocks(p.part[0].outs, 64) + Blocks(p.part[1].outs, 64));
-  return blocks * 2 > launch.processors && (p.rows > 32 || blocks * 8 <= launch.processors * 7);
+  return p.rows > kHeldRows && in_reach(p.part[0].outs, p.part[0].w_stride) &&
+         in_reach(p.part[1].outs, p.part[1].w_stride) && in_reach(p.rows, p.x_stride);
 }
 
 StreamPart Part(const bf16* w, int64_t outs, int64_t w_stride, const kernels::Tensor& y, int64_t y_head) {
@@ -241,10 +249,8 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const Others& o
       return p.rows <= kGatedRows ? ForRows<2, true>(launch, p, heads, others) : cudaErrorInvalidValue;
     }
   }
-  if (p.rows > kWholeRows && heads == 1 && IsWide(launch, p)) return WideFor(launch, p, others);
-  if (p.rows > 16) return ForRows<4, false>(launch, p, heads, others);
-  return p.rows > 8 ? ForRows<2, false>(launch, p, heads, others)
-                    : ForRows<1, false>(launch, p, heads, others);
+  if (IsBroad(p)) return BroadFor(launch, p, heads, others);
+  return ForRows<1, false>(launch, p, heads, others);
 }
 
 // Any shape: a warp an output and row.

@@ -22,7 +22,7 @@ constexpr struct {
                     {"WholeKernel", "gemm_whole"},
                     {"HeldKernel", "gemm_held"},
                     {"EvenKernel", "gemm_even"},
-                    {"WideKernel", "gemm_wide"},
+                    {"BroadKernel", "gemm_broad"},
                     {"TileKernel", "gemm_tile"},
                     {"MlaQueryKernel", "mla_query"},
                     {"PlainKernel", "gemm_plain"},

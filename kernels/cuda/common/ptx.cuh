@@ -43,6 +43,15 @@ __device__ __forceinline__ void CopyAsync16Or0(uint32_t dst, const void* src, bo
                "r"(there ? 16 : 0)
                : "memory");
 }
+// Both through L1.
+__device__ __forceinline__ void CopyAsync16Cached(uint32_t dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
+__device__ __forceinline__ void CopyAsync16CachedOr0(uint32_t dst, const void* src, bool there) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "r"(there ? 16 : 0)
+               : "memory");
+}
 // The line of 128 bytes into L2.
 __device__ __forceinline__ void PrefetchL2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");

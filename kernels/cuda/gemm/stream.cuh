@@ -145,61 +145,75 @@ struct TilePlace {
   bool second;  // of the second part
 };
 
-// The sums of the warps along the inputs, [kKWarps][kRows][kPitch] in shared memory, become rows of y: in the
-// block that comes last where several share the inputs.
-template <typename S>
-__device__ __forceinline__ void FinishTile(const StreamParams& p, const StreamPart& part, const TilePlace& at,
-                                           const float* sums) {
-  const int head = blockIdx.z, first_row = at.first_row, rows_here = at.rows, block_out = at.block_out;
-  const int padded_outs = ((p.part[0].outs + 3) & ~3) + ((p.part[1].outs + 3) & ~3);
-  const int partial_out = block_out + (at.second ? (p.part[0].outs + 3) & ~3 : 0);
+// Rows of y, from sum_of(row, out): the sums of four outputs.
+template <typename S, typename SumOf>
+__device__ __forceinline__ void StoreTile(const StreamParams& p, const StreamPart& part, const TilePlace& at,
+                                          const SumOf& sum_of) {
+  if (part.gated) {
+    for (int i = threadIdx.x; i < at.rows * (S::kOuts / 8); i += S::kThreads) {
+      const int row = i / (S::kOuts / 8), four = i % (S::kOuts / 8), out = four / 2 * 16 + four % 2 * 4;
+      if (at.block_out + out >= part.outs) continue;
+      StoreGated(part, (at.first_row + row) * part.y_stride + at.block_out / 2 + four * 4, sum_of(row, out),
+                 sum_of(row, out + 8));
+    }
+    return;
+  }
+  for (int i = threadIdx.x; i < at.rows * (S::kOuts / 4); i += S::kThreads) {
+    const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
+    if (at.block_out + out >= part.outs) continue;
+    StoreOuts(part, p.accumulate,
+              blockIdx.z * p.y_head + (at.first_row + row) * part.y_stride + at.block_out + out,
+              at.block_out + out, sum_of(row, out));
+  }
+}
+
+// Where the shares of a tile's sums are: those of one share, and the way from a share to the next.
+__device__ __forceinline__ float* TileShares(const StreamParams& p, const TilePlace& at, int row, int out,
+                                             int64_t* share) {
+  const int first = (p.part[0].outs + 3) & ~3, padded_outs = first + ((p.part[1].outs + 3) & ~3);
+  *share = static_cast<int64_t>(gridDim.z) * p.rows * padded_outs;
+  return p.partial + (static_cast<int64_t>(blockIdx.z) * p.rows + at.first_row + row) * padded_outs +
+         at.block_out + (at.second ? first : 0) + out;
+}
+
+// The sums of the warps along the inputs, [kKWarps][kRows][kPitch] in shared memory, become rows of y, or of
+// this block's share where several have shares of the inputs.
+template <typename S, int kRows = S::kRows>
+__device__ __forceinline__ void StoreSums(const StreamParams& p, const StreamPart& part, const TilePlace& at,
+                                          const float* sums) {
   const auto of_warps = [&](int row, int out) {
     float4 sum = *reinterpret_cast<const float4*>(sums + row * S::kPitch + out);
 #pragma unroll
     for (int k = 1; k < S::kKWarps; ++k) {
-      const float4 v = *reinterpret_cast<const float4*>(sums + (k * S::kRows + row) * S::kPitch + out);
+      const float4 v = *reinterpret_cast<const float4*>(sums + (k * kRows + row) * S::kPitch + out);
       sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
     }
     return sum;
   };
-  // Rows of y from the sums of four outputs.
-  const auto finish = [&](const auto& sum_of) {
-    if (part.gated) {
-      for (int i = threadIdx.x; i < rows_here * (S::kOuts / 8); i += S::kThreads) {
-        const int row = i / (S::kOuts / 8), four = i % (S::kOuts / 8), out = four / 2 * 16 + four % 2 * 4;
-        if (block_out + out >= part.outs) continue;
-        StoreGated(part, (first_row + row) * part.y_stride + block_out / 2 + four * 4, sum_of(row, out),
-                   sum_of(row, out + 8));
-      }
-      return;
-    }
-    for (int i = threadIdx.x; i < rows_here * (S::kOuts / 4); i += S::kThreads) {
-      const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
-      if (block_out + out >= part.outs) continue;
-      StoreOuts(part, p.accumulate, head * p.y_head + (first_row + row) * part.y_stride + block_out + out,
-                block_out + out, sum_of(row, out));
-    }
-  };
   if (p.splits == 1) {
-    finish(of_warps);
+    StoreTile<S>(p, part, at, of_warps);
     return;
   }
-  const auto partial_at = [&](int row, int out) {
-    return (static_cast<int64_t>(head) * p.rows + first_row + row) * padded_outs + partial_out + out;
-  };
-  const int64_t share = static_cast<int64_t>(gridDim.z) * p.rows * padded_outs;
-  for (int i = threadIdx.x; i < rows_here * (S::kOuts / 4); i += S::kThreads) {
+  for (int i = threadIdx.x; i < at.rows * (S::kOuts / 4); i += S::kThreads) {
     const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
-    if (block_out + out >= part.outs) continue;
-    __stcg(reinterpret_cast<float4*>(p.partial + at.split * share + partial_at(row, out)),
-           of_warps(row, out));
+    if (at.block_out + out >= part.outs) continue;
+    int64_t share;
+    float* const to = TileShares(p, at, row, out, &share);
+    __stcg(reinterpret_cast<float4*>(to + at.split * share), of_warps(row, out));
   }
-  // The block that comes last adds the shares up, in order.
+}
+
+// The block that comes last adds the shares up, in order.
+template <typename S>
+__device__ __forceinline__ void AddShares(const StreamParams& p, const StreamPart& part,
+                                          const TilePlace& at) {
+  if (p.splits == 1) return;
   const int tiles = (gridDim.y - p.others) / p.splits;
   if (!ComesLast(p.counters + (blockIdx.z * gridDim.x + blockIdx.x) * tiles + at.tile, p.splits)) return;
-  const auto add_shares = [&]<int kShares>(std::integral_constant<int, kShares>) {
-    finish([&](int row, int out) {
-      const float* const from = p.partial + partial_at(row, out);
+  const auto add = [&]<int kShares>(std::integral_constant<int, kShares>) {
+    StoreTile<S>(p, part, at, [&](int row, int out) {
+      int64_t share;
+      const float* const from = TileShares(p, at, row, out, &share);
       float4 v[kShares];  // all on their way at once, those past the last one for nothing
 #pragma unroll
       for (int s = 0; s < kShares; ++s)
@@ -213,10 +227,17 @@ __device__ __forceinline__ void FinishTile(const StreamParams& p, const StreamPa
     });
   };
   if (p.splits <= 4) {
-    add_shares(std::integral_constant<int, 4>{});
+    add(std::integral_constant<int, 4>{});
   } else {
-    add_shares(std::integral_constant<int, kMaxShares>{});
+    add(std::integral_constant<int, kMaxShares>{});
   }
+}
+
+template <typename S>
+__device__ __forceinline__ void FinishTile(const StreamParams& p, const StreamPart& part, const TilePlace& at,
+                                           const float* sums) {
+  StoreSums<S>(p, part, at, sums);
+  AddShares<S>(p, part, at);
 }
 
 // What the blocks in front do (StreamParams.others).

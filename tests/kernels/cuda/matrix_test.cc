@@ -25,9 +25,9 @@ TEST_CASE("cuda: gemm against float64, and a row's bits do not depend on the oth
   };
   for (const Shape s :
        {Shape{576, 512}, Shape{33, 96}, Shape{4100, 256}, Shape{256, 7168}, Shape{8, 32},
-        // All inputs in a block, tiles of 64 outputs, weights that stay on the chip; a last
-        // piece of 32 inputs.
-        Shape{2112, 1312}, Shape{896, 3232}, Shape{7168, 288}, Shape{4260, 800},
+        // All inputs in a block, weights that stay on the chip, more tiles than the chip holds; a last piece
+        // of 32 inputs.
+        Shape{2112, 1312}, Shape{896, 3232}, Shape{7168, 288}, Shape{4260, 800}, Shape{17000, 96},
         // An even share of the outputs a block: three shares of the inputs, one, several tiles, four.
         Shape{4606, 1056}, Shape{6803, 1056}, Shape{7401, 1056}, Shape{2110, 3104}}) {
     Twin w(rng, s.outs, s.in), all(rng, 130, s.in);
