@@ -88,7 +88,10 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
     // The first two warps have the ids.
     shared.choice.weights[threadIdx.x - 64] = p.weights[threadIdx.x - 64];
   }
-  if (IsDirect(kForm) && p.rows > 1 && p.few_ids) {
+  if (HasMail(kForm) && p.rows > 1) {
+    MakeWarpChoice(shared.choice, pairs, ids, count, static_cast<int>(p.w.first_expert),
+                   static_cast<int>(p.w.experts));
+  } else if (IsDirect(kForm) && p.rows > 1 && p.few_ids) {
     MakeFewChoice(shared.choice, pairs, ids, p.rows, static_cast<int>(p.w.first_expert),
                   static_cast<int>(p.w.experts));
   } else {
@@ -141,11 +144,11 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
   worker.Run();
 }
 
-// Whether teams of four warps end about together: with few tiles of gate_up each (pairs of different
+// Whether the teams of a form end about together: with few tiles of gate_up each (pairs of different
 // experts), many would stand idle while others take one more. Then the whole block takes each tile, which
 // costs a little more in the handing over of sums.
-bool TeamsAreBusy(const Launch& launch, int64_t tiles) {
-  const int64_t teams = static_cast<int64_t>(launch.processors) * SlicesEach(Form::kFew);
+bool TeamsAreBusy(const Launch& launch, Form form, int64_t tiles) {
+  const int64_t teams = static_cast<int64_t>(launch.processors) * SlicesEach(form);
   const int64_t turns = (tiles + teams - 1) / teams;
   return tiles * 5 >= turns * teams * 4;
 }
@@ -301,18 +304,21 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
     p.ids = args.expert_ids + first * args.top_k;
     p.weights = args.expert_weights + first * args.top_k;
     p.few_ids = p.top_k == kFewChoiceTopK && p.rows <= kFewChoiceRows && Aligned16(p.ids);
+    const bool mails = pairs <= kMailPairs && pairs * w.inner <= kMoeMailWords;
     // The warps of a row that is alone fetch their activations in twos, for the block's two tiles of down,
     // and have no turn for a third one.
-    const bool mails = pairs <= kMailPairs && pairs * w.inner <= kMoeMailWords;
     const bool fewest =
         mails && p.rows <= kFewestRows && (p.rows > 1 || p.down_tiles <= kDirectTeams * launch.processors);
-    const Form form = !fit                                         ? Form::kRagged
-                      : pairs > kSharedPairs                       ? Form::kMost
-                      : pairs > kDirectPairs || p.rows > kFewRows  ? Form::kMany
-                      : fewest                                     ? Form::kFewest
-                      : mails && p.rows <= kFourRows               ? Form::kFour
-                      : TeamsAreBusy(launch, pairs * p.gate_tiles) ? Form::kFew
-                                                                   : Form::kWhole;
+    const int64_t tiles = pairs * p.gate_tiles;
+    const bool four = mails && p.rows > 1 && p.rows <= kFourRows &&
+                      (p.rows > kFewestRows || TeamsAreBusy(launch, Form::kFour, tiles));
+    const Form form = !fit                                        ? Form::kRagged
+                      : pairs > kSharedPairs                      ? Form::kMost
+                      : pairs > kDirectPairs || p.rows > kFewRows ? Form::kMany
+                      : four                                      ? Form::kFour
+                      : fewest                                    ? Form::kFewest
+                      : TeamsAreBusy(launch, Form::kFew, tiles)   ? Form::kFew
+                                                                  : Form::kWhole;
     p.product = static_cast<float*>(launch.workspace);
     p.activation = reinterpret_cast<bf16*>(p.product + pairs * w.hidden);
     p.pairs = reinterpret_cast<uint16_t*>(p.activation + pairs * w.inner);

@@ -105,6 +105,36 @@ __device__ __forceinline__ void MakeChoice(Choice& choice, uint16_t* pairs_out, 
   }
 }
 
+// The same for up to 32 pairs, by the block's first warp, a lane a pair.
+__device__ __forceinline__ void MakeWarpChoice(Choice& choice, uint16_t* pairs_out, const int32_t* ids,
+                                               int pairs, int first_expert, int experts) {
+  if (threadIdx.x >= 32) return;
+  const int lane = threadIdx.x;
+  // Experts from the first one held here on; those of others are larger than all of these.
+  uint32_t mine = lane < pairs ? static_cast<uint32_t>(ids[lane] - first_expert) : ~0u;
+  const bool held = mine < static_cast<uint32_t>(experts);
+  if (!held) mine = ~0u;
+  const unsigned all = __ballot_sync(~0u, held), below = (1u << lane) - 1;
+  const unsigned same = __match_any_sync(~0u, mine) & below;
+  const bool first = held && same == 0;
+  const unsigned firsts = __ballot_sync(~0u, first);
+  unsigned less = 0;  // whose expert comes before
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    if (__shfl_sync(~0u, mine, i) < mine) less |= 1u << i;
+  }
+  if (held) pairs_out[__popc(less & all) + __popc(same)] = static_cast<uint16_t>(lane);
+  if (first) {
+    choice.expert[__popc(less & firsts)] = static_cast<uint16_t>(mine);
+    choice.begin[__popc(less & firsts)] = static_cast<uint16_t>(__popc(less & all));
+  }
+  if (lane == 0) {
+    choice.active = __popc(firsts);
+    choice.begin[__popc(firsts)] = static_cast<uint16_t>(__popc(all));
+    choice.held = all;
+  }
+}
+
 // The same for up to eight rows of eight pairs, with one meeting: eight threads a pair, each of which
 // compares it with the pairs of a row. Ids are read sixteen bytes at a time. `firsts` is room for a byte a
 // warp.

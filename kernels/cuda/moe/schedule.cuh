@@ -53,9 +53,10 @@ __host__ __device__ constexpr int MailRows(Form form) {
   return form == Form::kFewest ? kFewestRows : kFourRows;
 }
 // How many warps choose for a row, where the choice is made here.
-__host__ __device__ constexpr int RowWarps(Form form) { return form == Form::kFewest ? 4 : 2; }
+__host__ __device__ constexpr int RowWarps(Form form) { return form <= Form::kFour ? 4 : 2; }
 static_assert(kFewRows == kBlockChoiceRows && kFewRows * RowWarps(Form::kFew) <= kMoeWarps &&
-              kFewestRows * RowWarps(Form::kFewest) <= kMoeWarps);
+              kFourRows * RowWarps(Form::kFour) <= kMoeWarps && kFewestRows <= kFourRows &&
+              RowWarps(Form::kFewest) == RowWarps(Form::kFour));
 // A warp's slices of a tile of gate_up.
 __host__ __device__ constexpr int SlicesEach(Form form) {
   return form == Form::kFewest || form == Form::kWhole ? 1 : form == Form::kFour ? 2 : kSlicesEach;
