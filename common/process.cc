@@ -25,6 +25,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr int kKilledMs = 5000;
+
 absl::Status ErrnoStatus(const std::string& what, int error) {
   return absl::InternalError(absl::StrCat(what, ": ", std::strerror(error)));
 }
@@ -98,8 +100,7 @@ ChildProcess& ChildProcess::operator=(ChildProcess&& other) noexcept {
 ChildProcess::~ChildProcess() {
   if (pid_ > 0 && !Ended()) {
     Signal(SIGKILL);
-    int status = 0;
-    waitpid(pid_, &status, 0);
+    WaitEnded(kKilledMs);
   }
   if (stdout_fd_ >= 0) close(stdout_fd_);
 }

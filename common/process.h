@@ -31,7 +31,8 @@ class ChildProcess {
   ChildProcess& operator=(ChildProcess&& other) noexcept;
   ChildProcess(const ChildProcess&) = delete;
   ChildProcess& operator=(const ChildProcess&) = delete;
-  // Kills (SIGKILL) and reaps the process when it still runs.
+  // Kills (SIGKILL) and reaps the process when it still runs. One that does not end within 5 s, since a
+  // device hangs in the kernel, is left to whoever inherits it.
   ~ChildProcess();
 
   const std::string& name() const { return name_; }

@@ -31,6 +31,7 @@ constexpr absl::string_view kWorkerEnds = "kdt-worker ends: ";
 constexpr milliseconds kEndGrace{1500};    // after SIGTERM, before SIGKILL
 constexpr milliseconds kDrainGrace{5000};  // after the coordinator's own time, or the first rank's end
 constexpr int kDrainSliceMs = 50;
+constexpr int kKilledMs = 5000;  // for the kernel to end a killed process
 constexpr std::chrono::minutes kRestartWindow{10};
 constexpr std::chrono::seconds kMaxBackoff{30};
 
@@ -39,7 +40,7 @@ void EndBy(ChildProcess* process, Clock::time_point deadline) {
   const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now()).count();
   if (process->WaitEnded(static_cast<int>(std::max<int64_t>(left, 0)))) return;
   process->Signal(SIGKILL);
-  process->WaitEnded(5000);
+  process->WaitEnded(kKilledMs);
 }
 
 struct WorkerEnd {
@@ -197,7 +198,13 @@ bool GroupSupervisor::HandleLoss(ChildProcess& lost) {
   spdlog::error("{}; restarting all {} workers in {} s", reason, options_.ranks, backoff.count());
   if (first_loss_ != reason) spdlog::error("the first loss was: {}", first_loss_);
   for (ChildProcess& worker : workers_) worker.Signal(SIGKILL);
-  for (ChildProcess& worker : workers_) worker.WaitEnded(5000);
+  for (ChildProcess& worker : workers_) {
+    if (worker.WaitEnded(kKilledMs)) continue;
+    // A new one would find its memory and its device taken.
+    spdlog::error("{} (pid {}) does not end when it is killed: its device may hang; ending the group",
+                  worker.name(), worker.pid());
+    return false;
+  }
   workers_.clear();
   restart_at_ = now + backoff;
   return true;
