@@ -133,8 +133,8 @@ cudaError_t EvenFor(const Launch& launch, const StreamParams& p) {
   if (p.rows > kEvenRows || p.chunks * 8 <= HeldMost::kInputs || p.part[0].outs < 8 * launch.processors)
     return cudaErrorNotSupported;
   const int outs = Blocks(p.part[0].outs, launch.processors);  // of a block, at most
-  if (p.splits == 1) {                                         // more than eight rows: BroadKernel is faster
-    if (p.rows > 8) return cudaErrorNotSupported;
+  if (p.splits == 1) {
+    if (p.rows > 8) return cudaErrorNotSupported;  // BroadKernel is faster
     return outs > 56 ? Even<EvenShape<52, 1, 1, 1, 3, 0, true>>(launch, p)
                      : Even<EvenShape<56, 1, 1, 1, 3, 4>>(launch, p);
   }

@@ -42,6 +42,44 @@ TEST_CASE("cuda: a graph replays copies and ops with what the buffers hold then"
   }
 }
 
+// A gemm may be on the chip, and the one before it still be reading x, when the kernel between them writes x.
+TEST_CASE("cuda: in a graph a gemm reads what the kernel in front of it wrote") {
+  KDT_NEED_GPU();
+  constexpr int64_t kIn = 1024, kOut = 512, kTimes = 12;
+  std::mt19937 rng(7);
+  for (const int64_t rows : {8, 16, 32, 64}) {
+    CAPTURE(rows);
+    Twin x(rng, rows, kIn), add(rng, rows, kIn), w(rng, kOut, kIn);
+    const std::vector<uint16_t> before = x.device.Get();
+    OnGpu<float> y(kTimes * rows * kOut, 0xff);
+    const auto product = [&](int64_t i) {
+      return Gpu()->Gemm({x.gpu(), w.gpu(), MakeTensor(y.data() + i * rows * kOut, DType::kF32, rows, kOut)});
+    };
+    for (int64_t i = 0; i < kTimes; ++i) {
+      REQUIRE(product(i).ok());
+      REQUIRE(Gpu()->Synchronize().ok());
+      REQUIRE(Gpu()->Add({add.gpu(), x.gpu()}).ok());
+      REQUIRE(Gpu()->Synchronize().ok());
+    }
+    const std::vector<float> expected = y.Get();
+    const auto graph = Gpu()->Capture([&]() -> absl::Status {
+      for (int64_t i = 0; i < kTimes; ++i) {
+        if (absl::Status s = product(i); !s.ok()) return s;
+        if (absl::Status s = Gpu()->Add({add.gpu(), x.gpu()}); !s.ok()) return s;
+      }
+      return absl::OkStatus();
+    });
+    REQUIRE(graph.ok());
+    for (int replay = 0; replay < 5; ++replay) {
+      x.device.Set(before);
+      REQUIRE(cudaMemset(y.data(), 0xff, expected.size() * sizeof(float)) == cudaSuccess);
+      REQUIRE((*graph)->Replay().ok());
+      REQUIRE(Gpu()->Synchronize().ok());
+      CHECK(y.Get() == expected);
+    }
+  }
+}
+
 TEST_CASE("cuda: queued copies of any size and alignment, both ways") {
   KDT_NEED_GPU();
   constexpr size_t kBytes = 600000;
