@@ -113,10 +113,16 @@ cudaError_t WholeFor(const Launch& launch, const StreamParams& p) {
 // By the inputs that they take at most.
 using HeldFew = HeldShape<1, 2, 2, 4>;
 using HeldMost = HeldShape<2, 4, 2, 2>;
+// Shared memory of HeldMost's blocks, more than they use: registers let as many of them in as before, but a
+// multiprocessor's memory is split otherwise, and a step is shorter.
+constexpr size_t kHeldRoom = 45000;
 template <typename S>
 cudaError_t Held(const Launch& launch, const StreamParams& p, int heads) {
+  const size_t shared = std::is_same_v<S, HeldMost> && HoldsTwoLargest()
+                            ? std::max<size_t>(S::kSharedBytes, kHeldRoom)
+                            : S::kSharedBytes;
   return LaunchAfter(launch, HeldKernel<S>, dim3(Blocks(p.part[0].outs, S::kOuts), heads), dim3(S::kThreads),
-                     S::kSharedBytes, p);
+                     shared, p);
 }
 
 template <typename S>
