@@ -17,13 +17,13 @@ constexpr int kSmallSplitKeys = 32, kSplitKeys = 48, kTilesSplitKeys = 80;
 constexpr float kLog2E = 1.44269504f;
 
 // By query rows a sequence. Two blocks a multiprocessor hide latency; on sm_120 there is room for one.
-using Small = VerifyConfig<1, 1, 5, 2, 2>;   // up to 16
-using Middle = VerifyConfig<2, 1, 4, 2, 2>;  // up to 32
-using Large = VerifyConfig<2, 2, 4, 1, 1>;   // more, in tiles of 64
+using Small = VerifyConfig<1, 5, 2>;   // up to 16
+using Middle = VerifyConfig<2, 4, 2>;  // up to 32
+using Large = TallConfig<2>;           // more, in tiles of 64
 // Up to 64 or 128 in a lone sequence of few keys, in tiles of 32: there the queries that every block reads
 // and the results of a split are most of what is moved. In the kernel of Large, as the length is not known
 // when it is launched.
-using Narrow = VerifyConfig<1, 2, 4, 1, 1, Large::kFullAt>;
+using Narrow = TallConfig<1, Large::kFullAt>;
 constexpr int kNarrowBelow = 9216, kTilesNarrowBelow = 4352;  // keys; the latter for more than 64 query rows
 constexpr int kSmallQueries = Small::kTileRows, kMiddleQueries = Middle::kTileRows;
 
@@ -90,8 +90,8 @@ class Layout {
         return memory;
       };
       to.partial = static_cast<uint4*>(take(kLatent * 2));
-      to.partial_low = to.halves ? nullptr : static_cast<uint2*>(take(kLatent));
-      to.partial_ml = static_cast<float2*>(take((to.halves ? 4 : 1) * sizeof(float2)));
+      to.partial_low = static_cast<uint2*>(take(kLatent));
+      to.partial_ml = static_cast<float2*>(take(sizeof(float2)));
     }
     if (at > launch_.workspace_bytes) return cudaErrorInvalidValue;
     int64_t rows_of_tiles = 0;
@@ -137,7 +137,6 @@ class Layout {
     to.min_split_keys = C::kTileRows == kSmallQueries ? kSmallSplitKeys
                         : queries <= C::kTileRows     ? kSplitKeys
                                                       : kTilesSplitKeys;
-    to.halves = C::kHalves;
     // No block too many where that is known: one that waits for a place holds up the reduce kernel's start.
     int64_t items = sequences == 1 ? std::max(int64_t{to.slots}, std::is_void_v<N> ? tiles : 2 * tiles)
                                    : to.slots + tiles;

@@ -80,6 +80,19 @@ template <int kPending>
 __device__ __forceinline__ void CopyAsyncWaitGroups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+// `bytes` (a multiple of 16, aligned to 16) from global to shared memory; the barrier is told of them as they land.
+__device__ __forceinline__ void CopyBulk(uint32_t dst, const void* src, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "l"(src), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// One arrival, and so many bytes to wait for.
+__device__ __forceinline__ void BarrierExpect(uint32_t barrier, int bytes) {
+  asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// What this thread did with shared memory comes before bulk copies that are ordered behind it.
+__device__ __forceinline__ void FenceBulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // All copies of this thread have landed.
 __device__ __forceinline__ void CopyAsyncWait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -10,60 +10,50 @@ inline constexpr int kMaxSharedBytes = 101376;  // of a block on sm_120
 inline constexpr float kNoReference = -1e30f;   // below every finite score
 inline constexpr float kRescaleAbove = 8.0f;    // log2
 
-// A group works on kMTiles * 16 query rows: two score warps (QK) and four value warps (softmax, PV, loading).
-// A block has kGroups of them, which share the key tiles. With kProbParts 2 the probabilities go into P x V
-// as the sum of two bf16 numbers, which makes them as good as float32 for twice the products; with 1 they are
-// rounded to bf16.
-// kBarriersAt_: where another configuration has as many barriers, in whose kernel this one runs; 0: anywhere.
-template <int kMTiles_, int kGroups_, int kStages_, int kMinBlocks_, int kProbParts_, int kBarriersAt_ = 0>
+// A block works on kMTiles * 16 query rows: two score warps (QK) and four value warps (softmax, P x V,
+// loading). The probabilities go into P x V as the sum of two bf16 numbers, which makes them as good as
+// float32 for twice the products. For more rows: tall_config.cuh.
+template <int kMTiles_, int kStages_, int kMinBlocks_>
 struct VerifyConfig {
+  static constexpr bool kTall = false;
   static constexpr int kMTiles = kMTiles_;
-  static constexpr int kGroups = kGroups_;
-  static constexpr int kProbParts = kProbParts_;
-  static constexpr bool kHalves =
-      kProbParts == 1;                             // partial results in 16 bits: the probabilities have fewer
   static constexpr int kStages = kStages_;         // latent tiles in the ring
   static constexpr int kRopeStages = kStages - 1;  // rope parts are needed by QK only and die earlier
   static constexpr int kMinBlocks = kMinBlocks_;
-  static constexpr int kGroupRows = 16 * kMTiles;
-  static constexpr int kTileRows = kGroupRows * kGroups;
-  static constexpr int kTileShift = kTileRows == 16 ? 4 : kTileRows == 32 ? 5 : 6;
+  static constexpr int kGroups = 1;
+  static constexpr int kGroupRows = 16 * kMTiles, kTileRows = kGroupRows;
+  static constexpr int kTileShift = kTileRows == 16 ? 4 : 5;
   static_assert(kTileRows == 1 << kTileShift);
-  static constexpr int kScoreWarps = 2 * kGroups;
-  static constexpr int kValueWarps = 4 * kGroups;
+  static constexpr int kScoreWarps = 2;
+  static constexpr int kValueWarps = 4;
   static constexpr int kThreads = 32 * (kScoreWarps + kValueWarps);
   static constexpr int kOwners = 2 * kMTiles;  // value warps of a group that own 8 rows each in the softmax
 
   static constexpr int kLatentStage = kTileKeys * kLatent * 2;
   static constexpr int kRopeStage = kTileKeys * kRope * 2;
-  static constexpr int kScoreHalf =
-      kGroupRows * kTileKeys * 4;  // partial scores of a group over half of the columns
+  static constexpr int kScoreHalf = kGroupRows * kTileKeys * 4;  // partial scores over half of the columns
   static constexpr int kScores = 2 * kScoreHalf;
   static constexpr int kProbPart = kGroupRows * kTileKeys * 2;
-  static constexpr int kProbs = kProbParts * kProbPart;
+  static constexpr int kProbs = 2 * kProbPart;
   static constexpr int kFactors = kGroupRows * 4;
 
   static constexpr int kLatentAt = 0;
   static constexpr int kRopeAt = kLatentAt + kStages * kLatentStage;
   static constexpr int kQueryRopeAt = kRopeAt + kRopeStages * kRopeStage;
   static constexpr int kScoresAt = kQueryRopeAt + kTileRows * kRope * 2;
-  static constexpr int kProbsAt = kScoresAt + kGroups * 2 * kScores;
-  static constexpr int kFactorsAt = kProbsAt + kGroups * 2 * kProbs;
-  static constexpr int kBarriersAt = kFactorsAt + kGroups * 2 * kFactors;
-  static constexpr int kFullAt = kBarriersAt_ == 0 ? kBarriersAt : kBarriersAt_;
-  static_assert(kFullAt >= kBarriersAt);
+  static constexpr int kProbsAt = kScoresAt + 2 * kScores;
+  static constexpr int kFactorsAt = kProbsAt + 2 * kProbs;
+  static constexpr int kFullAt = kFactorsAt + 2 * kFactors;
   static constexpr int kRopeEmptyAt = kFullAt + kStages * 8;
   static constexpr int kScoresFullAt = kRopeEmptyAt + kRopeStages * 8;
-  static constexpr int kItemAt = kScoresFullAt + kGroups * 2 * 8;
+  static constexpr int kItemAt = kScoresFullAt + 2 * 8;
   static constexpr int kSharedBytes = kItemAt + 48;
   static_assert(kSharedBytes <= kMaxSharedBytes);
-  // Named barriers: one a group for P, one of the score warps, two a group for scores that have been read,
-  // and one a stage for tiles that the group that does not load there has read. Named barriers, because
-  // compute-sanitizer's racecheck takes an arrival at an mbarrier for what its own thread did before, not for
-  // what the other lanes did before a __syncwarp, and arrivals of every lane cost time or registers here.
-  static constexpr int kProbsBarrier = 1, kQueryBarrier = kProbsBarrier + kGroups,
-                       kScoresBarrier = kQueryBarrier + 1, kTileBarrier = kScoresBarrier + 2 * kGroups;
-  static_assert(kTileBarrier + kStages <= 16);
+  // Named barriers: one for P, one of the score warps, two for scores that have been read. Named barriers,
+  // because compute-sanitizer's racecheck takes an arrival at an mbarrier for what its own thread did before,
+  // not for what the other lanes did before a __syncwarp, and arrivals of every lane cost time or registers
+  // here.
+  static constexpr int kProbsBarrier = 1, kQueryBarrier = 2, kScoresBarrier = 3;
   // Each score warp brings its queries in through private pieces of the ring's last stage, which is loaded
   // last, as many of their four parts at a time as fit.
   static constexpr int kStagingAt = kLatentAt + (kStages - 1) * kLatentStage;

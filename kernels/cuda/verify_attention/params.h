@@ -24,13 +24,11 @@ struct VerifyClass {
   int min_split_keys;
   bool own_length_only;  // the splits of a sequence depend on its own length alone: one for each
                          // min_split_keys keys
-  // Partial results, in the order the lanes hold them (value_warp.cuh). Either the upper 24 bits of float32,
-  // upper halves and third bytes apart, or float16 with an exponent for every 128 columns of a row, which the
-  // references and sums of those columns contain.
-  bool halves;
-  uint4* partial;      // [items][tile rows * 64]: upper halves, or float16
+  // Partial results, in the order the lanes hold them (value_warp.cuh): the upper 24 bits of float32, upper
+  // halves and third bytes apart.
+  uint4* partial;      // [items][tile rows * 64]: upper halves
   uint2* partial_low;  // [items][tile rows * 64]: third bytes
-  float2* partial_ml;  // [items][1, halves: 4][tile rows]: reference (log2) and sum
+  float2* partial_ml;  // [items][tile rows]: reference (log2) and sum
 };
 inline constexpr int kMaxClasses = 2;
 

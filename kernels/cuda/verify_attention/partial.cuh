@@ -3,20 +3,21 @@
 // this):
 //
 //   score warps  QK. Two for each group of rows; each holds its rows' queries for half of the 576 columns in
-//                registers (the rope part in shared memory) and leaves its partial scores, float32, in shared
-//                memory.
-//   value warps  Four for each group. They load the key tiles (the groups take turns), add the two score
-//                halves, do the softmax of 8 rows each, and accumulate P x V for 128 output columns each, V
-//                being the key tile again.
+//                registers (the rope part in shared memory).
+//   value warps  Four for each group. They load the key tiles and accumulate P x V for 128 output columns
+//                each, V being the key tile again.
 //
-// Value warps work on P x V of round r between the steps of the softmax of round r + 1, score warps run up to
-// two rounds ahead. That tiles and scores are there is told by mbarriers, that value warps have read them by
-// named barriers; P is exchanged within a group by one named barrier a round.
+// Up to 32 query rows (one group) the value warps do the softmax too, 8 rows each, between the products of
+// the round before. With more (two groups, tall_config.cuh) the score warps do it and store P as fragments.
+// Score warps run up to two rounds ahead. That data is there is told by mbarriers, that it has been read by
+// named barriers.
 #pragma once
 
 #include <type_traits>
 
 #include "kernels/cuda/verify_attention/score_warp.cuh"
+#include "kernels/cuda/verify_attention/tall_score_warp.cuh"
+#include "kernels/cuda/verify_attention/tall_value_warp.cuh"
 #include "kernels/cuda/verify_attention/value_warp.cuh"
 
 namespace kdt::cuda {
@@ -31,6 +32,42 @@ inline constexpr int kBlocksOf = C::kMinBlocks;
 #endif
 
 inline constexpr int kFewRounds = 16;
+
+template <class C>
+__device__ __forceinline__ void InitBarriers(uint32_t base) {
+  constexpr int kBarriers = (C::kItemAt - C::kFullAt) / 8;
+  for (int i = 0; i < kBarriers; ++i) {
+    const int at = C::kFullAt + 8 * i;
+    int count = 0;
+    if constexpr (C::kTall) {
+      count = at >= C::kGoAt         ? 2        // a lane of each score warp of a group
+              : at < C::kProbsFullAt ? 4        // a lane of each value warp of the loading group
+                                     : 2 * 32;  // score warps of a group
+    } else {
+      count =
+          at < C::kRopeEmptyAt ? 128 : C::kScoreWarps * 32;  // the value warps' threads, or the score warps'
+    }
+    BarrierInit(base + at, count);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void RunWarp(const VerifyParams& p, const VerifyClass& of, const Item& it,
+                                        uint32_t base, int warp) {
+  if constexpr (C::kTall) {
+    if (warp < C::kScoreWarps) {
+      TallScoreWarp<C>(p, of, it, base, warp);
+    } else {
+      TallValueWarp<C>(p, of, it, base, warp - C::kScoreWarps);
+    }
+  } else {
+    if (warp < C::kScoreWarps) {
+      ScoreWarp<C>(p, it, base, warp);
+    } else {
+      ValueWarp<C>(p, of, it, base, warp - C::kScoreWarps);
+    }
+  }
+}
 
 // One item of the class `of` a block; blocks beyond the last item leave at once, so the grid need not depend
 // on the lengths.
@@ -51,13 +88,7 @@ __global__ void __launch_bounds__(C::kThreads, kBlocksOf<C>)
     const Item found = Planner(p, of).Find(blockIdx.x, false);
     if (lane == 0) it = found;
   } else if (threadIdx.x == 32) {
-    constexpr int kBarriers = (C::kItemAt - C::kFullAt) / 8;
-    for (int i = 0; i < kBarriers; ++i) {
-      const int at = C::kFullAt + 8 * i;
-      BarrierInit(base + at, at < C::kRopeEmptyAt    ? 128  // the loading group's threads
-                             : at < C::kScoresFullAt ? C::kScoreWarps * 32
-                                                     : 2 * 32);  // score warps of a group
-    }
+    InitBarriers<C>(base);
   }
   __syncthreads();
   if (it.sequence < 0) {
@@ -71,19 +102,11 @@ __global__ void __launch_bounds__(C::kThreads, kBlocksOf<C>)
     static_assert(N::kFullAt == C::kFullAt && N::kItemAt == C::kItemAt && N::kScoreWarps == C::kScoreWarps &&
                   N::kValueWarps == C::kValueWarps);
     if (it.narrow) {
-      if (warp < N::kScoreWarps) {
-        ScoreWarp<N>(p, it, base, warp);
-      } else {
-        ValueWarp<N>(p, of, it, base, warp - N::kScoreWarps);
-      }
+      RunWarp<N>(p, of, it, base, warp);
       return;
     }
   }
-  if (warp < C::kScoreWarps) {
-    ScoreWarp<C>(p, it, base, warp);
-  } else {
-    ValueWarp<C>(p, of, it, base, warp - C::kScoreWarps);
-  }
+  RunWarp<C>(p, of, it, base, warp);
 }
 
 }  // namespace kdt::cuda

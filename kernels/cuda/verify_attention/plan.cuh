@@ -31,6 +31,17 @@ __device__ inline int RowOf(const VerifyParams& p, int flat) {
   return static_cast<int>((static_cast<float>(flat) + 0.5f) * p.heads_inverse);
 }
 
+// Whether the query at row `row` (within the sequence) sees `key`; keys from `context` on are the sequence's
+// own rows.
+__device__ inline bool Visible(const VerifyParams& p, const Item& it, int row, int key) {
+  if (key >= it.end) return false;
+  if (key < it.context) return true;
+  const int node = key - it.context;
+  if (p.causal[it.sequence] != 0) return node <= row;
+  const uint64_t* bits = p.ancestor_bits + static_cast<int64_t>(it.row0 + row) * 4;
+  return (bits[node >> 6] >> (node & 63)) & 1;
+}
+
 // Lengths are counted in tiles of keys, so that all products fit 32 bits (262144 tokens are 16384 tiles).
 __device__ inline int KeyTiles(int length) { return (length + kTileKeys - 1) / kTileKeys; }
 

@@ -49,7 +49,6 @@ __device__ __forceinline__ float2 PartialPair(uint32_t high, uint32_t low, int a
 
 // What one thread has of a sum over splits: eight values of one row, relative to the largest reference it has
 // met.
-template <bool kHalves>
 struct MergedSplits {
   float top = kNoReference, sum = 0.0f, acc[8] = {};
 
@@ -68,7 +67,7 @@ struct MergedSplits {
       if (s >= splits) continue;
       ml[i] = __ldcg(ml_from + s * ml_step);
       v[i] = __ldcg(high + s * step);
-      if (!kHalves) v_low[i] = __ldcg(low + s * step);
+      v_low[i] = __ldcg(low + s * step);
     }
     float next = top;
 #pragma unroll
@@ -85,8 +84,7 @@ struct MergedSplits {
       const uint32_t pair[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float2 x =
-            kHalves ? HalfPair(pair[k]) : PartialPair(pair[k], k < 2 ? v_low[i].x : v_low[i].y, 2 * (k & 1));
+        const float2 x = PartialPair(pair[k], k < 2 ? v_low[i].x : v_low[i].y, 2 * (k & 1));
         acc[2 * k] += f * x.x;
         acc[2 * k + 1] += f * x.y;
       }
@@ -109,7 +107,7 @@ struct MergedSplits {
 
 // Each warp merges the splits it takes relative to the largest reference among them, the block merges the
 // warps: all loads of a warp are independent, and the block meets once.
-template <class S, bool kHalves>
+template <class S>
 __device__ void MergePiece(const VerifyParams& p, const VerifyClass& from, const Item& it, int piece,
                            ReduceShared<S>& shared, bool& waited) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -129,20 +127,18 @@ __device__ void MergePiece(const VerifyParams& p, const VerifyClass& from, const
   if (flat - (l >> 2) >= it.rows * p.heads) return;  // rows of padding, for all lanes
 
   const int64_t item0 = it.first_item + it.tile;
-  const int ml_shift = tile_shift + (kHalves ? 2 : 0);
-  const float2* const ml_from =
-      from.partial_ml + (item0 << ml_shift) + (kHalves ? w << tile_shift : 0) + tile_row;
+  const float2* const ml_from = from.partial_ml + (item0 << tile_shift) + tile_row;
   const int64_t first_value = (item0 << (tile_shift + 6)) + piece * 32 + g * 4 + t;
   const int64_t step = static_cast<int64_t>(it.tiles) << (tile_shift + 6);
-  const int64_t ml_step = static_cast<int64_t>(it.tiles) << ml_shift;
+  const int64_t ml_step = static_cast<int64_t>(it.tiles) << tile_shift;
   if (!waited) WaitForPrevious();  // with all addresses known
   waited = true;
-  MergedSplits<kHalves> merged;
+  MergedSplits merged;
   constexpr int kStride = S::kWarps * S::kParts;
 #pragma unroll 1
   for (int s = warp * S::kParts + lane / S::kLanes; s < it.splits; s += kAtOnce<S> * kStride)
-    merged.template Add<kAtOnce<S>, kStride>(ml_from, ml_step, from.partial + first_value,
-                                             from.partial_low + first_value, step, s, it.splits);
+    merged.Add<kAtOnce<S>, kStride>(ml_from, ml_step, from.partial + first_value,
+                                    from.partial_low + first_value, step, s, it.splits);
   __syncwarp();
 #pragma unroll
   for (int other = S::kLanes; other < 32; other *= 2) merged.AddLane(other);
@@ -195,11 +191,7 @@ __global__ void __launch_bounds__(S::kBound, S::kBlocks)
       if (it.splits == 1) continue;
       const int piece = index & (tile_pieces - 1);
       __syncthreads();  // the piece before has been written
-      if (from.halves) {
-        MergePiece<S, true>(p, from, it, piece, shared, waited);
-      } else {
-        MergePiece<S, false>(p, from, it, piece, shared, waited);
-      }
+      MergePiece<S>(p, from, it, piece, shared, waited);
     }
     index -= pieces;
   }

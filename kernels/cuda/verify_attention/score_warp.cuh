@@ -4,95 +4,31 @@
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/verify_attention/config.cuh"
 #include "kernels/cuda/verify_attention/plan.cuh"
+#include "kernels/cuda/verify_attention/queries.cuh"
 
 namespace kdt::cuda {
 
-// Score warp `warp`: group = warp / 2, half of the columns = warp % 2.
+// Score warp `warp`: half of the columns.
 template <class C>
 __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it, uint32_t base, int warp) {
   constexpr int kMTiles = C::kMTiles;
   const int lane = threadIdx.x & 31;
-  const int group = warp >> 1, half = warp & 1;
+  const int half = warp;
   const int rounds = __shfl_sync(~0u, KeyTiles(it.end - it.begin), 0);  // in a uniform register
   WaitForPrevious();
 
-  // Queries, 64 columns at a time: rows come in with 16-byte loads and leave as A fragments.
   uint32_t q[kMTiles][16][4];
-  {
-    const int first_flat = it.tile * C::kTileRows + group * C::kGroupRows;
-    const int flat_rows = it.rows * p.heads;
-    const uint32_t staging = base + C::kStagingAt + warp * C::kStagingParts * C::kStagingPiece;
-    constexpr int kLoads = kMTiles * 4;  // a lane's 16-byte loads for 64 columns
-    uint4 in[4][kLoads];
-    int src[kLoads];  // elements from p.q, negative: no such row
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int flat = first_flat + i * 4 + (lane >> 3);
-      const int row = RowOf(p, flat);
-      src[i] = flat < flat_rows ? (it.row0 + row) * static_cast<int>(p.q_stride) +
-                                      (flat - row * p.heads) * kKeyWidth + (lane & 7) * 8
-                                : -kKeyWidth;
-    }
-    auto fetch = [&](int column, uint4(&to)[kLoads]) {
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        to[i] = src[i] >= 0 ? *reinterpret_cast<const uint4*>(p.q + src[i] + column) : make_uint4(0, 0, 0, 0);
-      }
-    };
-    auto put = [&](uint32_t to, const uint4(&from)[kLoads]) {
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int row = i * 4 + (lane >> 3);
-        StoreShared4U(to + row * 128 + (((lane & 7) ^ (row & 7)) << 4), from[i]);
-      }
-    };
-    // Everything is on its way before anything is needed: a part's registers become its fragments'.
-    if (half == 0) {
-      const uint32_t to = base + C::kQueryRopeAt + group * C::kGroupRows * 128;
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int row = i * 4 + (lane >> 3);
-        const uint32_t at = to + row * 128 + (((lane & 7) ^ (row & 7)) << 4);
-        if (src[i] >= 0) {
-          CopyAsync16(at, p.q + src[i] + kLatent);
-        } else {
-          StoreShared4U(at, make_uint4(0, 0, 0, 0));
-        }
-      }
-    }
-#pragma unroll
-    for (int part = 0; part < 4; ++part) fetch(half * 256 + part * 64, in[part]);
-#pragma unroll
-    for (int first = 0; first < 4; first += C::kStagingParts) {
-      if (first > 0) __syncwarp();
-#pragma unroll
-      for (int i = 0; i < C::kStagingParts; ++i) put(staging + i * C::kStagingPiece, in[first + i]);
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < C::kStagingParts; ++i) {
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const int row = 16 * m + (lane & 15);
-            LoadMatrix4(q[m][(first + i) * 4 + k], staging + i * C::kStagingPiece + row * 128 +
-                                                       (((2 * k + (lane >> 4)) ^ (row & 7)) << 4));
-          }
-        }
-      }
-    }
-    CopyAsyncWait();
-    NamedBarrier(C::kQueryBarrier, 32 * C::kScoreWarps);  // the rope part is shared
-  }
+  LoadQueries<C>(
+      p, it, base, warp, [&](int m) { return 16 * m + (lane & 15); }, q);
 
   const uint32_t latent_lane = Pinned(base + C::kLatentAt + ((lane & 7) + ((lane >> 4) << 3)) * 1024 +
                                       half * 512 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4));
   const uint32_t rope_lane = base + C::kRopeAt + ((lane & 7) + ((lane >> 4) << 3)) * 128 +
                              (((4 * half + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
-  const uint32_t query_lane = base + C::kQueryRopeAt + (group * C::kGroupRows + (lane & 15)) * 128 +
-                              (((4 * half + (lane >> 4)) ^ (lane & 7)) << 4);
-  const uint32_t score_base = base + C::kScoresAt + group * 2 * C::kScores + half * C::kScoreHalf;
-  const uint32_t scores_full = base + C::kScoresFullAt + group * 16;
+  const uint32_t query_lane =
+      base + C::kQueryRopeAt + (lane & 15) * 128 + (((4 * half + (lane >> 4)) ^ (lane & 7)) << 4);
+  const uint32_t score_base = base + C::kScoresAt + half * C::kScoreHalf;
+  const uint32_t scores_full = base + C::kScoresFullAt;
 
   // A lone row tile has sums of its own for odd steps: chains of products half as long.
   constexpr bool kTwoChains = kMTiles == 1;
@@ -140,7 +76,7 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
     }
     const int buffer = round & 1;
     const uint32_t score_lane = score_base + LaneIndex() * 16;  // anew: there is no register to keep it
-    if (round >= 2) NamedBarrier(C::kScoresBarrier + 2 * group + buffer, 6 * 32);
+    if (round >= 2) NamedBarrier(C::kScoresBarrier + buffer, 6 * 32);
       // 8 rows of scores for each owner, in the order its lanes want them.
 #pragma unroll
     for (int d = 0; d < C::kOwners; ++d) {

@@ -1,0 +1,69 @@
+// Shapes of the partial kernel for sequences of more than 32 query rows, and its shared memory.
+#pragma once
+
+#include "kernels/cuda/verify_attention/config.cuh"
+
+namespace kdt::cuda {
+
+// A block has two groups, which share the key tiles; a group works on kMTiles * 16 query rows: two score
+// warps (QK and softmax) and four value warps (loading, P x V with probabilities of two bf16 parts).
+// kBarriersAt_: where another configuration has as many barriers, in whose kernel this one runs; 0: anywhere.
+template <int kMTiles_, int kBarriersAt_ = 0>
+struct TallConfig {
+  static constexpr bool kTall = true;
+  static constexpr int kMTiles = kMTiles_;
+  static constexpr int kGroups = 2;
+  static constexpr int kStages = 4;       // key tiles in the ring
+  static_assert(kStages % kGroups == 0);  // a stage is always loaded by the same group
+  static constexpr int kMinBlocks = 1;
+  static constexpr int kGroupRows = 16 * kMTiles;
+  // Value warps begin with a round's products when the score warps are behind this step of sixteen of the
+  // next round's, for products of both at once would hold up those that the next probabilities hang on.
+  static constexpr bool kPaced = kMTiles == 2;
+  static constexpr int kPaceStep = 8;
+  static constexpr int kTileRows = kGroupRows * kGroups;
+  static constexpr int kTileShift = kTileRows == 32 ? 5 : 6;
+  static_assert(kTileRows == 1 << kTileShift);
+  static constexpr int kScoreWarps = 2 * kGroups;
+  static constexpr int kValueWarps = 4 * kGroups;
+  static constexpr int kThreads = 32 * (kScoreWarps + kValueWarps);
+
+  static constexpr int kKeyBytes = kKeyWidth * 2;
+  static constexpr int kKeyRow = kKeyBytes + 16;  // rows start in different banks
+  static constexpr int kStageBytes = kTileKeys * kKeyRow;
+  static constexpr int kExchange = kGroupRows * kTileKeys * 4;  // scores that a group's score warps exchange
+  static constexpr int kProbPart = kGroupRows * kTileKeys * 2;
+  static constexpr int kProbs = 2 * kProbPart;
+  static constexpr int kFactors = kGroupRows * 4 + 8;  // and two words: which half of the rows they are for
+
+  static constexpr int kQueryRopeAt = kStages * kStageBytes;
+  // What a group's score warps write, all but exchange and references for its value warps: two buffers each.
+  static constexpr int kGroupAt = kQueryRopeAt + kTileRows * kRope * 2;
+  static constexpr int kProbsAt = 2 * kExchange;                   // of a group
+  static constexpr int kFactorsAt = kProbsAt + 2 * kProbs;         // of a group
+  static constexpr int kReferencesAt = kFactorsAt + 2 * kFactors;  // of a group; at the end one over the sums
+  static constexpr int kGroupBytes = kReferencesAt + kGroupRows * 4;
+  static constexpr int kBarriersAt = kGroupAt + kGroups * kGroupBytes;
+  static constexpr int kFullAt = kBarriersAt_ == 0 ? kBarriersAt : kBarriersAt_;
+  static_assert(kFullAt >= kBarriersAt);
+  static constexpr int kProbsFullAt = kFullAt + kStages * 8;
+  static constexpr int kGoAt = kProbsFullAt + kGroups * 2 * 8;
+  static constexpr int kItemAt = kGoAt + kGroups * 2 * 8;
+  static constexpr int kSharedBytes = kItemAt + 48;
+  static_assert(kSharedBytes <= kMaxSharedBytes);
+  // Named barriers: one of the score warps, two a group for exchanged scores and probabilities that have been
+  // read, one a group for the end, and one a stage for tiles that have been read (why named ones:
+  // config.cuh).
+  static constexpr int kQueryBarrier = 1, kExchangeBarrier = kQueryBarrier + 1,
+                       kInversesBarrier = kExchangeBarrier + 2 * kGroups,
+                       kTileBarrier = kInversesBarrier + kGroups;
+  static_assert(kTileBarrier + kStages <= 16);
+  // Each score warp brings its queries in through private pieces of the ring's last stage, which is loaded
+  // last, as many of their four parts at a time as fit.
+  static constexpr int kStagingAt = (kStages - 1) * kStageBytes;
+  static constexpr int kStagingPiece = kGroupRows * 128;
+  static constexpr int kStagingParts = kTileKeys * kLatent * 2 / (kScoreWarps * kStagingPiece);
+  static_assert(kStagingParts == 1 || kStagingParts == 2 || kStagingParts == 4);
+};
+
+}  // namespace kdt::cuda
