@@ -148,7 +148,7 @@ int RunRank(int rank, int ranks, const std::string& address) {
       },
       nullptr);
   engine.SetEngine(std::make_unique<IdleEngine>());
-  WorkerService service({rank, ranks, "idle", "none"}, &engine, [] {});
+  WorkerService service({rank, ranks, "idle", "none"}, &engine, [](const std::string&) {});
   grpc::ServerBuilder builder;
   builder.AddListeningPort(address, grpc::InsecureServerCredentials());
   ConfigureWorkerServer(&builder);
