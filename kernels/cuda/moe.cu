@@ -15,6 +15,16 @@
 namespace kdt::cuda {
 namespace {
 
+// The parameters are on their way all at once, not a line at each first use.
+__device__ __forceinline__ void TouchAll(const MoeParams& p) {
+  constexpr int kWords = sizeof(p) / sizeof(unsigned), kLine = 16;
+  const auto* const words = reinterpret_cast<const unsigned*>(&p);
+  unsigned any = words[kWords - 1];
+#pragma unroll
+  for (int i = 0; i < kWords; i += kLine) any |= words[i];
+  WaitForLoad(any);
+}
+
 // Into L2, where the kernel in front has not written it just now: not read, so before the wait. A line of x
 // each of `thread`.
 __device__ __forceinline__ void PrefetchStepData(const MoeParams& p, bool ids, int thread) {
@@ -40,6 +50,7 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
   const bool chooses = IsDirect(kForm) && p.choice.scores != nullptr,
              shares = IsDirect(kForm) && p.shared_pieces > 0;
   LaunchDependents();
+  TouchAll(p);
   RowChoice<RowWarps(kForm)> row_choice(p.choice, shared.chosen, warp, lane);
   SharedDown shared_down(p, Worker<kForm>::FirstTile(warp), warp, lane);
   if (chooses) row_choice.Prepare();
