@@ -25,16 +25,6 @@ __device__ __forceinline__ void TouchAll(const MoeParams& p) {
   WaitForLoad(any);
 }
 
-// Into L2, where the kernel in front has not written it just now: not read, so before the wait. A line of x
-// each of `thread`.
-__device__ __forceinline__ void PrefetchStepData(const MoeParams& p, bool ids, int thread) {
-  constexpr int kLine = 128 / sizeof(bf16);
-  const int lines = p.hidden_groups * 32 / kLine;
-  if (thread < p.rows * lines) PrefetchL2(p.x + thread / lines * p.x_stride + thread % lines * kLine);
-  if (ids && thread * 32 < p.rows * p.top_k)
-    PrefetchL2(p.ids + thread * 32), PrefetchL2(p.weights + thread * 32);
-}
-
 template <Form kForm>
 __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constant__ MoeParams p) {
   constexpr int kTeams = SlicesEach(kForm), kTeamWarps = kMoeWarps / kTeams;
@@ -69,9 +59,6 @@ __global__ void __launch_bounds__(kMoeThreads, 1) MoeKernel(const __grid_constan
     if (IsDirect(kForm)) shared.choice.held = 0;
   }
   PrepareChoice(reinterpret_cast<int*>(shared.exchange));
-  if (IsDirect(kForm) && kForm != Form::kFewest && warp == kMoeWarps - 1) {
-    PrefetchStepData(p, !chooses, blockIdx.x * 32 + lane);
-  }
   __syncthreads();
   WaitForPrevious();
   // All of this is on its way at once: the first tickets, the choice and its weights.
