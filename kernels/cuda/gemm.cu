@@ -78,7 +78,7 @@ int OtherBlocks(const Others& others, int row_blocks) {
   }
 }
 
-template <typename S, int kBlocks, typename Others>
+template <typename S, typename Others>
 cudaError_t Run(const Launch& launch, StreamParams p, int heads, const Others& others) {
   static_assert(kHasRoom<S, Others>);
   const int tiles = Blocks(p.part[0].outs, S::kOuts) + Blocks(p.part[1].outs, S::kOuts);
@@ -86,18 +86,15 @@ cudaError_t Run(const Launch& launch, StreamParams p, int heads, const Others& o
   p.others = OtherBlocks<S>(others, row_blocks);
   const dim3 grid(row_blocks, p.others + tiles * p.splits, heads);
   if (!CountersSuffice(p, static_cast<int64_t>(heads) * row_blocks * tiles)) return cudaErrorInvalidValue;
-  return LaunchAfter(launch, StreamKernel<S, kBlocks, Others>, grid, dim3(S::kThreads), S::kShared, p,
-                     others);
+  return LaunchAfter(launch, StreamKernel<S, Others>, grid, dim3(S::kThreads), S::kShared, p, others);
 }
 
 // kTileOuts outputs a block, whatever the rows.
 template <int kTiles, bool kGated, typename Others>
 cudaError_t ForRows(const Launch& launch, const StreamParams& p, int heads, const Others& others) {
   constexpr int kInput = kTiles * (kGated ? 2 : 1);
-  constexpr int kDepth = kInput == 1 ? 4 : kInput <= 4 ? 3 : 2;
-  constexpr int kRounds = kInput == 2 ? 5 : kInput <= 4 ? 3 : 2;
-  using S = StreamShape<4, 1, kTileOuts / 16, kTiles, kDepth, kRounds, kGated>;
-  return Run<S, 2>(launch, p, heads, others);
+  using S = StreamShape<4, 1, kTileOuts / 16, kTiles, kInput == 1 ? 4 : 3, kInput == 2 ? 5 : 3, kGated>;
+  return Run<S>(launch, p, heads, others);
 }
 
 template <int kHalves, int kEach, int kDepth, int kHeld, int kAhead>

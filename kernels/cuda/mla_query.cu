@@ -30,7 +30,7 @@ constexpr int kPitch = kColumns + 8;
 constexpr int kSumPitch = kOuts + 4;
 constexpr int kMaxRows = 64, kMailRows = 16;
 constexpr int kMaxKeyBlocks = 32;
-constexpr int kAloneRows = 16;  // up to them a block has a multiprocessor to itself
+constexpr int kAloneRows = 16;  // up to them a block has a multiprocessor to itself, where there are enough
 constexpr int kLooks = 256;     // most of a microsecond each
 
 struct Params {
@@ -438,10 +438,11 @@ cudaError_t MlaQuery(const Launch& launch, const kernels::MlaQueryArgs& args) {
                       : rows <= 16 && mail ? MlaQueryKernel<2, true>
                       : rows <= 16         ? MlaQueryKernel<2, false>
                                            : MlaQueryKernel<4, false>;
-  // More shared memory than it uses, so that two do not fit; the next kernel still does.
-  const size_t alone =
-      rows <= kAloneRows && HoldsTwoLargest() ? SharedOfMultiprocessor() / 2 - sizeof(Shared<1>) : 0;
-  return LaunchAfter(launch, kernel, grid, dim3(kThreads), alone, p);
+  // More shared memory than it uses, so that two do not fit; the next kernel still does. Not where blocks
+  // would have to wait for a place, and those of their heads for them.
+  const bool alone = rows <= kAloneRows && static_cast<int>(grid.x) <= launch.processors && HoldsTwoLargest();
+  const size_t more = alone ? SharedOfMultiprocessor() / 2 - sizeof(Shared<1>) : 0;
+  return LaunchAfter(launch, kernel, grid, dim3(kThreads), more, p);
 }
 
 }  // namespace kdt::cuda

@@ -1,4 +1,4 @@
-// Products of few rows (stream.cuh, whole.cuh, broad.cuh) for the ops that are built on them.
+// Products of few rows (the kernels that gemm.cu chooses among) for the ops that are built on them.
 #pragma once
 
 #include <cstdint>

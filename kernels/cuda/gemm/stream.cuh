@@ -258,8 +258,8 @@ __device__ __forceinline__ bool DoneForOthers(const StreamParams& p, const Other
   return false;
 }
 
-template <typename S, int kBlocks, typename Others>
-__global__ void __launch_bounds__(S::kThreads, kBlocks)
+template <typename S, typename Others>
+__global__ void __launch_bounds__(S::kThreads, 2)
     StreamKernel(const __grid_constant__ StreamParams p, const __grid_constant__ Others others) {
   constexpr int kKWarps = S::kKWarps, kM = S::kM, kTiles = S::kTiles, kDepth = S::kDepth,
                 kRounds = S::kRounds;

@@ -28,8 +28,9 @@ TEST_CASE("cuda: gemm against float64, and a row's bits do not depend on the oth
         // All inputs in a block, weights that stay on the chip, more tiles than the chip holds; a last piece
         // of 32 inputs.
         Shape{2112, 1312}, Shape{896, 3232}, Shape{7168, 288}, Shape{4260, 800}, Shape{17000, 96},
-        // An even share of the outputs a block: three shares of the inputs, one, several tiles, four.
-        Shape{4606, 1056}, Shape{6803, 1056}, Shape{7401, 1056}, Shape{2110, 3104}}) {
+        // An even share of the outputs a block: three shares of the inputs, one, several tiles, four; and too
+        // many outputs for that, so a stream.
+        Shape{4606, 1056}, Shape{6803, 1056}, Shape{7401, 1056}, Shape{2110, 3104}, Shape{5410, 1056}}) {
     Twin w(rng, s.outs, s.in), all(rng, 130, s.in);
     const std::vector<float> reference = Product(all.host, w.host, 130, s.outs, s.in);
     // Many rows go other ways: by the library where it is installed, and never with a y at odd addresses.
@@ -153,16 +154,29 @@ TEST_CASE("cuda: a gemm with a matrix beside against the ops one by one") {
 TEST_CASE("cuda: a row with NaN leaves the others as they are") {
   KDT_NEED_GPU();
   std::mt19937 rng(16);
-  Twin w(rng, 96, 512), x(rng, 20, 512);
-  OnGpu<float> clean(20 * 96, 0xff), poisoned(20 * 96, 0xff);
-  REQUIRE(Gpu()->Gemm({x.gpu(), w.gpu(), MakeTensor(clean.data(), DType::kF32, 20, 96)}).ok());
-  std::fill_n(x.bits.begin() + 7 * 512, 512, uint16_t{0x7fc0});
-  x.device.Set(x.bits);
-  REQUIRE(Gpu()->Gemm({x.gpu(), w.gpu(), MakeTensor(poisoned.data(), DType::kF32, 20, 96)}).ok());
-  const std::vector<float> a = clean.Get(), b = poisoned.Get();
-  for (int64_t r = 0; r < 20; ++r) {
-    const bool same = std::memcmp(a.data() + r * 96, b.data() + r * 96, 96 * sizeof(float)) == 0;
-    CHECK(same == (r != 7));
+  struct Shape {
+    int64_t outs, in;
+  };
+  // Weights that stay on the chip, all inputs in a block, an even share of the outputs, more tiles than the
+  // chip holds.
+  for (const Shape s : {Shape{96, 512}, Shape{256, 7168}, Shape{4606, 1056}, Shape{17000, 96}}) {
+    Twin w(rng, s.outs, s.in);
+    for (const int64_t rows : {3, 12, 20, 50}) {
+      CAPTURE(s.outs, rows);
+      const int64_t broken = rows / 3;
+      Twin x(rng, rows, s.in);
+      OnGpu<float> clean(rows * s.outs, 0xff), poisoned(rows * s.outs, 0xff);
+      REQUIRE(Gpu()->Gemm({x.gpu(), w.gpu(), MakeTensor(clean.data(), DType::kF32, rows, s.outs)}).ok());
+      std::fill_n(x.bits.begin() + broken * s.in, s.in, uint16_t{0x7fc0});
+      x.device.Set(x.bits);
+      REQUIRE(Gpu()->Gemm({x.gpu(), w.gpu(), MakeTensor(poisoned.data(), DType::kF32, rows, s.outs)}).ok());
+      const std::vector<float> a = clean.Get(), b = poisoned.Get();
+      for (int64_t r = 0; r < rows; ++r) {
+        const bool same =
+            std::memcmp(a.data() + r * s.outs, b.data() + r * s.outs, s.outs * sizeof(float)) == 0;
+        CHECK(same == (r != broken));
+      }
+    }
   }
 }
 
