@@ -235,15 +235,19 @@ TEST_CASE("cuda: verify_attention on hostile scores") {
   std::mt19937 rng(23);
   CheckAgainstExact(Problem(rng, 8, {{9, 700}}, 3000, 100.0f));  // logits in the thousands: one key takes all
   CheckAgainstExact(Problem(rng, 8, {{9, 700}}, 3000, 0.0f));    // all scores equal
-  Problem rising(rng, 8, {{4, 900}}, 3000);
-  // Keys whose scores rise along the sequence, so that the reference moves in every round.
-  std::fill(rising.q.begin(), rising.q.end(), 1.0f);
-  for (int i = 0; i < 904; ++i) {
-    uint16_t* key = rising.pool.data() + rising.table[i] * kWidth;
-    for (int64_t c = 0; c < kWidth; ++c)
-      key[c] = FloatToBf16(static_cast<float>(i) / 450.0f + 0.01f * static_cast<float>(c % 7));
+  // Keys whose scores rise along the sequence by 16 (log2) every 16 keys, so that the reference moves in every
+  // round, in each configuration.
+  for (const int rows : {2, 4, 8, 24}) {
+    CAPTURE(rows);
+    Problem rising(rng, 8, {{rows, 900}}, 3000);
+    std::fill(rising.q.begin(), rising.q.end(), 1.0f);
+    for (int i = 0; i < 900 + rows; ++i) {
+      uint16_t* key = rising.pool.data() + rising.table[i] * kWidth;
+      for (int64_t c = 0; c < kWidth; ++c)
+        key[c] = FloatToBf16(static_cast<float>(i) / 60.0f + 0.01f * static_cast<float>(c % 7));
+    }
+    CheckAgainstExact(rising);
   }
-  CheckAgainstExact(rising);
   Problem same_slot(rng, 8, {{5, 400}}, 3000);
   std::fill(same_slot.table.begin(), same_slot.table.begin() + 400, same_slot.table[0]);
   CheckAgainstExact(same_slot);
@@ -259,13 +263,15 @@ TEST_CASE("cuda: a row's bits depend on no other row's content") {
     Problem problem(rng, 8, sequences, 4000);
     const std::vector<uint16_t> before = problem.Run();
     CHECK(problem.Run() == before);
-    // Another query everywhere but in that row.
-    for (size_t i = 0; i < problem.q.size(); ++i) {
-      if (static_cast<int64_t>(i) / (8 * kWidth) != 2) problem.q[i] = std::nanf("");
+    // Another query everywhere but in that row: none at all, or one whose references move far.
+    for (const float other : {std::nanf(""), 40.0f}) {
+      for (size_t i = 0; i < problem.q.size(); ++i) {
+        if (static_cast<int64_t>(i) / (8 * kWidth) != 2) problem.q[i] = i % 3 == 0 ? -other : other;
+      }
+      const std::vector<uint16_t> after = problem.Run();
+      CHECK(std::equal(after.begin() + 2 * 8 * kLatent, after.begin() + 3 * 8 * kLatent,
+                       before.begin() + 2 * 8 * kLatent));
     }
-    const std::vector<uint16_t> after = problem.Run();
-    CHECK(std::equal(after.begin() + 2 * 8 * kLatent, after.begin() + 3 * 8 * kLatent,
-                     before.begin() + 2 * 8 * kLatent));
   }
 }
 
