@@ -235,8 +235,8 @@ TEST_CASE("cuda: verify_attention on hostile scores") {
   std::mt19937 rng(23);
   CheckAgainstExact(Problem(rng, 8, {{9, 700}}, 3000, 100.0f));  // logits in the thousands: one key takes all
   CheckAgainstExact(Problem(rng, 8, {{9, 700}}, 3000, 0.0f));    // all scores equal
-  // Keys whose scores rise along the sequence by 16 (log2) every 16 keys, so that the reference moves in every
-  // round, in each configuration.
+  // Keys whose scores rise along the sequence by 16 (log2) every 16 keys, so that the reference moves in
+  // every round, in each configuration.
   for (const int rows : {2, 4, 8, 24}) {
     CAPTURE(rows);
     Problem rising(rng, 8, {{rows, 900}}, 3000);
