@@ -24,7 +24,7 @@ struct VerifyClass {
   int min_split_keys;
   bool own_length_only;  // the splits of a sequence depend on its own length alone: one for each
                          // min_split_keys keys
-  // Partial results, in the order the lanes hold them (value_warp.cuh): the upper 24 bits of float32, upper
+  // Partial results, in the order the lanes hold them (outputs.cuh): the upper 24 bits of float32, upper
   // halves and third bytes apart.
   uint4* partial;      // [items][tile rows * 64]: upper halves
   uint2* partial_low;  // [items][tile rows * 64]: third bytes

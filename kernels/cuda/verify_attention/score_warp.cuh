@@ -87,10 +87,6 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
     BarrierArrive(scores_full + 8 * buffer);
     BarrierArrive(base + C::kRopeEmptyAt + 8 * (round % C::kRopeStages));
   }
-  // The value warps have two rounds and their stores to go: as long as the reduce kernel takes to plan.
-  // Earlier its blocks, and those of what comes behind, would take room and memory bandwidth from this
-  // kernel.
-  LaunchDependents();
 }
 
 }  // namespace kdt::cuda
