@@ -202,14 +202,7 @@ __global__ void __launch_bounds__(S::kThreads, 2) EvenKernel(const __grid_consta
         for (int k = 1; k < 4; ++k) share += of[k * S::kRows * S::kPitch];
         sum = s == 0 ? share : sum + share;
       }
-      const int64_t at = row * part.y_stride + block_out + first_out + out;
-      if (part.f32) {
-        float* const to = static_cast<float*>(part.y) + at;
-        *to = p.accumulate ? *to + sum : sum;
-      } else {
-        bf16* const to = static_cast<bf16*>(part.y) + at;
-        *to = FromFloat<bf16>(p.accumulate ? ToFloat(*to) + sum : sum);
-      }
+      StoreOut(part, p.accumulate, row * part.y_stride + block_out + first_out + out, sum);
     }
   }
 }

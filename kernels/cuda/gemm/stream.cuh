@@ -76,6 +76,17 @@ __device__ __forceinline__ uint4 GatedChunk(const uint4& gate, const uint4& up) 
                     GatedPair(gate.w, up.w));
 }
 
+// An output, to element `at` of y.
+__device__ __forceinline__ void StoreOut(const StreamPart& p, bool accumulate, int64_t at, float v) {
+  if (p.f32) {
+    float* const to = static_cast<float*>(p.y) + at;
+    *to = accumulate ? *to + v : v;
+  } else {
+    bf16* const to = static_cast<bf16*>(p.y) + at;
+    *to = FromFloat<bf16>(accumulate ? ToFloat(*to) + v : v);
+  }
+}
+
 // Four outputs from `out` on, to element `at` of y.
 __device__ __forceinline__ void StoreOuts(const StreamPart& p, bool accumulate, int64_t at, int out,
                                           float4 v) {

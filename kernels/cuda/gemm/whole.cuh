@@ -192,14 +192,7 @@ class WholeBlock {
       return;
     }
     if (row >= p.rows || tile.first_out + out >= part.outs) return;
-    const int64_t at = row * part.y_stride + tile.first_out + out;
-    if (part.f32) {
-      float* const to = static_cast<float*>(part.y) + at;
-      *to = p.accumulate ? *to + sum : sum;
-    } else {
-      bf16* const to = static_cast<bf16*>(part.y) + at;
-      *to = FromFloat<bf16>(p.accumulate ? ToFloat(*to) + sum : sum);
-    }
+    StoreOut(part, p.accumulate, row * part.y_stride + tile.first_out + out, sum);
   }
 
   const StreamParams& p;
