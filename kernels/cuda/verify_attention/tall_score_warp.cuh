@@ -145,7 +145,7 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
       const float4 y = LoadShared4(exchange_lane + ((1 - half) * kOwn + i) * 512);
       score(true, i, 0) += y.x, score(true, i, 1) += y.y, score(true, i, 2) += y.z, score(true, i, 3) += y.w;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) x[i][k] = score(true, i, k) * p.scale_log2 - reference[i];
+      for (int k = 0; k < 4; ++k) x[i][k] = fmaf(score(true, i, k), p.scale_log2, -reference[i]);
       top[i] = fmaxf(fmaxf(x[i][0], x[i][1]), fmaxf(x[i][2], x[i][3]));
 #pragma unroll
       for (int k = 0; k < 4; ++k) x[i][k] = Exp2(x[i][k]);
@@ -159,15 +159,18 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
         float highest =
             fmaxf(fmaxf(score(true, i, 0), score(true, i, 1)), fmaxf(score(true, i, 2), score(true, i, 3)));
         highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2)) * p.scale_log2;
-        const float next = highest > reference[i] + kRescaleAbove ? highest : reference[i];
+        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+        // The same number that was looked at above, so that a row does not move by what the warp's others
+        // have.
+        const bool moves = fmaf(highest, p.scale_log2, -reference[i]) > kRescaleAbove;
+        const float next = moves ? highest * p.scale_log2 : reference[i];
         const float factor = Exp2(reference[i] - next);
         reference[i] = next;
         sum[i] *= factor;
         if ((LaneIndex() & 3) == 0)
           StoreShared(group_at + C::kFactorsAt + buffer * C::kFactors + own_row(i) * 4, factor);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) x[i][k] = Exp2(score(true, i, k) * p.scale_log2 - next);
+        for (int k = 0; k < 4; ++k) x[i][k] = Exp2(fmaf(score(true, i, k), p.scale_log2, -next));
       }
       any_moved = round > 0;  // in the first round the outputs are zero
     }
