@@ -49,6 +49,7 @@ __device__ __forceinline__ void InitBarriers(uint32_t base) {
     }
     BarrierInit(base + at, count);
   }
+  if constexpr (C::kTall) FenceBulk();  // bulk copies will complete on them
 }
 
 template <class C>

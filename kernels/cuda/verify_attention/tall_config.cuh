@@ -53,11 +53,13 @@ struct TallConfig {
   static_assert(kSharedBytes <= kMaxSharedBytes);
   // Named barriers: one of the score warps, two a group for exchanged scores and probabilities that have been
   // read, one a group for the end, and one a stage for tiles that have been read (why named ones:
-  // config.cuh).
+  // config.cuh). The last, one a group for those that load, orders nothing: racecheck reports a copy behind
+  // reads that a bar.arrive told of when the copying warp has been to as many bar.sync as the reading one had
+  // been when it read. With it the numbers always differ.
   static constexpr int kQueryBarrier = 1, kExchangeBarrier = kQueryBarrier + 1,
                        kInversesBarrier = kExchangeBarrier + 2 * kGroups,
-                       kTileBarrier = kInversesBarrier + kGroups;
-  static_assert(kTileBarrier + kStages <= 16);
+                       kTileBarrier = kInversesBarrier + kGroups, kLoadBarrier = kTileBarrier + kStages;
+  static_assert(kLoadBarrier + kGroups <= 16);
   // Each score warp brings its queries in through private pieces of the ring's last stage, which is loaded
   // last, as many of their four parts at a time as fit.
   static constexpr int kStagingAt = (kStages - 1) * kStageBytes;

@@ -69,6 +69,7 @@ __device__ __forceinline__ void TallValueWarp(const VerifyParams& p, const Verif
       // All value warps have read the tile that goes; out of the last stage, all score warps their queries.
       NamedBarrier(C::kTileBarrier + fetch % C::kStages,
                    fetch >= C::kStages ? 128 * C::kGroups : 128 + 32 * C::kScoreWarps);
+      if (fetch >= C::kStages) NamedBarrier(C::kLoadBarrier + group, 128);  // for racecheck: tall_config.cuh
       load(fetch);
     }
   };
