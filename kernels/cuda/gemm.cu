@@ -1,4 +1,4 @@
-// y = x W^T: which kernel takes which shape. docs/kernels.md, "gemm", has the figures behind the choices.
+// y = x W^T: which kernel takes which shape. docs/kernels/gemm.md has the figures behind the choices.
 #include <algorithm>
 #include <type_traits>
 

@@ -1,6 +1,6 @@
 // First kernel of verify_attention: one item = 16, 32 or 64 query rows of a sequence against one split of its
-// keys, 16 keys a round. The warps of a block have two roles (docs/kernels.md has the arithmetic behind
-// this):
+// keys, 16 keys a round. The warps of a block have two roles (the arithmetic behind this:
+// docs/kernels/verify_attention.md):
 //
 //   score warps  QK. Two for each group of rows; each holds its rows' queries for half of the 576 columns in
 //                registers (the rope part in shared memory).

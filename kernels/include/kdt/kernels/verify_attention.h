@@ -43,7 +43,7 @@ struct VerifyAttentionArgs {
   int64_t max_sequence_rows = 0;    // the most rows a sequence will have; 0: any number. A promise: longer ones are not attended
   // 0: the keys of a sequence are cut so that all sequences of the launch fill the chip together, which depends on the others'
   // lengths. > 0: cut after every split_keys keys (more where a table is longer than 512 of them), so that a sequence's bits
-  // depend on nothing but itself; costs what docs/kernels.md says.
+  // depend on nothing but itself; costs what docs/kernels/verify_attention.md says.
   int64_t split_keys = 0;
 };
 
