@@ -13,7 +13,7 @@
 namespace kdt {
 namespace {
 
-constexpr double kMinTemperature = 1e-4;  // below it logits / T leave float32; 0 is greedy
+constexpr double kMinTemperature = 1e-4F;  // below it logits / T leave float32; 0 is greedy
 constexpr double kMaxTemperature = 100;
 constexpr double kMaxPenalty = 100;
 constexpr double kMaxBias = 1e4;

@@ -119,6 +119,17 @@ TEST_CASE("unset fields take their defaults") {
   CHECK(spec->sampling.seed() != CheckRequest(Valid(), Model(), kLimits)->sampling.seed());
 }
 
+TEST_CASE("the temperatures that the api names as its ends are taken") {
+  for (const float temperature : {0.0F, 0.0001F, 100.0F}) {
+    v1::GenerateRequest request = Valid();
+    request.mutable_sampling()->set_temperature(temperature);
+    const auto spec = CheckRequest(request, Model(), kLimits);
+    INFO(spec.status().ToString());
+    REQUIRE(spec.ok());
+    CHECK(spec->sampling.temperature() == temperature);
+  }
+}
+
 TEST_CASE("the checkpoint's generation defaults stand in for unset fields, and the request goes first") {
   ServedModel model = Model();
   model.config.sampling.temperature = 0.6;
