@@ -1,11 +1,40 @@
-// What a value warp has at the end of an item: 128 columns of its group's rows, to the result or to a partial
-// of it.
+// What both forms of value warp do with 128 columns of their group's rows: products of a round, factors, and at
+// the end the result or a partial of it.
 #pragma once
 
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/verify_attention/plan.cuh"
 
 namespace kdt::cuda {
+
+// Adds what eighth j of the columns gets: both parts times the same fragments of V.
+template <int kMTiles>
+__device__ __forceinline__ void AddProducts(float (&o)[kMTiles][16][4], const uint32_t (&a)[2][kMTiles][4],
+                                            const uint32_t (&b)[4], int j) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      MmaBf16(o[m][2 * j], a[i][m], b[0], b[1]);
+      MmaBf16(o[m][2 * j + 1], a[i][m], b[2], b[3]);
+    }
+  }
+}
+
+// Brings the rows of eight d to their references of now.
+template <int kMTiles>
+__device__ __forceinline__ void Rescale(float (&o)[kMTiles][16][4], int d, float factor) {
+#pragma unroll
+  for (int n = 0; n < 16; ++n) {
+    o[d >> 1][n][2 * (d & 1)] *= factor;
+    o[d >> 1][n][2 * (d & 1) + 1] *= factor;
+  }
+}
+
+// What a row's outputs are multiplied by in the end; 0 where it saw no key, NaN stays.
+__device__ __forceinline__ float InverseOf(float sum) {
+  return sum > 0.0f || sum != sum ? 1.0f / sum : 0.0f;
+}
 
 // The rows' results. `inverses`: in shared memory, what each row of the group is multiplied by.
 template <class C>

@@ -34,14 +34,8 @@ __device__ __forceinline__ void ScoreWarp(const VerifyParams& p, const Item& it,
   constexpr bool kTwoChains = kMTiles == 1;
   for (int round = 0; round < rounds; ++round) {
     BarrierWait(base + C::kFullAt + 8 * (round % C::kStages), (round / C::kStages) & 1);
-    float s[kTwoChains ? 2 : kMTiles][2][4];
+    float s[kTwoChains ? 2 : kMTiles][2][4] = {};
     const auto sum_of = [](int m, int k) { return kTwoChains ? k & 1 : m; };
-#pragma unroll
-    for (int m = 0; m < (kTwoChains ? 2 : kMTiles); ++m)
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) s[m][n][c] = 0.0f;
     const uint32_t rope = rope_lane + round % C::kRopeStages * C::kRopeStage;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {

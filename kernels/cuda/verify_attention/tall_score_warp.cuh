@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/verify_attention/outputs.cuh"
 #include "kernels/cuda/verify_attention/plan.cuh"
 #include "kernels/cuda/verify_attention/queries.cuh"
 #include "kernels/cuda/verify_attention/tall_config.cuh"
@@ -65,14 +66,8 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
     BarrierWait(base + C::kFullAt + 8 * (round % C::kStages), (round / C::kStages) & 1);
-    float s[kTwoChains ? 2 : kMTiles][2][4];
+    float s[kTwoChains ? 2 : kMTiles][2][4] = {};
     const auto sum_of = [](int m, int k) { return kTwoChains ? k & 1 : m; };
-#pragma unroll
-    for (int m = 0; m < (kTwoChains ? 2 : kMTiles); ++m)
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) s[m][n][c] = 0.0f;
     const uint32_t query_lane = kAnew ? query_of(LaneIndex()) : query_once;
     const uint32_t rope = rope_lane + round % C::kStages * C::kStageBytes;
 #pragma unroll
@@ -212,8 +207,7 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
     sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
     if ((LaneIndex() & 3) != 0) continue;
     if (it.splits == 1) {
-      StoreShared(group_at + C::kReferencesAt + own_row(i) * 4,
-                  sum[i] > 0.0f || sum[i] != sum[i] ? 1.0f / sum[i] : 0.0f);
+      StoreShared(group_at + C::kReferencesAt + own_row(i) * 4, InverseOf(sum[i]));
     } else {
       out.partial_ml[static_cast<int64_t>(blockIdx.x) * C::kTileRows + group * C::kGroupRows + own_row(i)] =
           make_float2(reference[i], sum[i]);

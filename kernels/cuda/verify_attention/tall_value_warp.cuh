@@ -53,13 +53,7 @@ __device__ __forceinline__ void TallValueWarp(const VerifyParams& p, const Verif
   }
   WaitForPrevious();
 
-  float o[kMTiles][16][4];
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < 16; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) o[m][n][c] = 0.0f;
+  float o[kMTiles][16][4] = {};
 
   const uint32_t value_lane = base + (lane & 15) * C::kKeyRow + w * 256 + ((lane >> 4) << 4);
   // Replaces the tile of the round before.
@@ -100,12 +94,7 @@ __device__ __forceinline__ void TallValueWarp(const VerifyParams& p, const Verif
     const auto rescale = [&](int first) {
 #pragma unroll
       for (int d = first; d < first + kMTiles; ++d) {
-        const float f = LoadShared(factors + (8 * d + (LaneIndex() >> 2)) * 4);
-#pragma unroll
-        for (int n = 0; n < 16; ++n) {
-          o[d >> 1][n][2 * (d & 1)] *= f;
-          o[d >> 1][n][2 * (d & 1) + 1] *= f;
-        }
+        Rescale(o, d, LoadShared(factors + (8 * d + (LaneIndex() >> 2)) * 4));
       }
     };
     if (moved.x != 0.0f) rescale(0);
@@ -114,14 +103,7 @@ __device__ __forceinline__ void TallValueWarp(const VerifyParams& p, const Verif
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m) {
-          MmaBf16(o[m][2 * j], a[i][m], b[j & 1][0], b[j & 1][1]);
-          MmaBf16(o[m][2 * j + 1], a[i][m], b[j & 1][2], b[j & 1][3]);
-        }
-      }
+      AddProducts(o, a, b[j & 1], j);
       if (j < 6) LoadMatrix4Transposed(b[j & 1], from + (j + 2) * 32);
       // Probabilities have been read; score warps want to know if they have two more rounds.
       if (!C::kPaced && j == 0 && round + 2 < rounds)

@@ -64,13 +64,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
   }
   WaitForPrevious();
 
-  float o[kMTiles][16][4];
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < 16; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) o[m][n][c] = 0.0f;
+  float o[kMTiles][16][4] = {};
   float reference = kNoReference, sum = 0.0f;  // of row 8 w + g
   bool moved = false;  // whether this lane's row moved its reference in the latest softmax
   float factor;
@@ -128,14 +122,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
   auto rescale_outputs = [&](int parity) {
     const uint32_t from = base + C::kFactorsAt + parity * C::kFactors + g * 4;
 #pragma unroll
-    for (int d = 0; d < C::kOwners; ++d) {
-      const float f = LoadShared(from + 32 * d);
-#pragma unroll
-      for (int n = 0; n < 16; ++n) {
-        o[d >> 1][n][2 * (d & 1)] *= f;
-        o[d >> 1][n][2 * (d & 1) + 1] *= f;
-      }
-    }
+    for (int d = 0; d < C::kOwners; ++d) Rescale(o, d, LoadShared(from + 32 * d));
   };
   // P x V of a round; between(j) runs behind its j-th eighth.
   const uint32_t value_lane = base + C::kLatentAt + ((lane & 7) + (((lane >> 3) & 1) << 3)) * 1024 + w * 256 +
@@ -156,14 +143,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
     LoadMatrix4Transposed(b[1], from ^ 32);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m) {
-          MmaBf16(o[m][2 * j], a[i][m], b[j & 1][0], b[j & 1][1]);
-          MmaBf16(o[m][2 * j + 1], a[i][m], b[j & 1][2], b[j & 1][3]);
-        }
-      }
+      AddProducts(o, a, b[j & 1], j);
       if (j < 6) LoadMatrix4Transposed(b[j & 1], (from ^ (((j + 2) & 3) << 5)) + ((j + 2) >> 2) * 128);
       between(j);
     }
@@ -244,7 +224,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
     const uint32_t inverses = base + C::kFactorsAt;
     NamedBarrier(C::kProbsBarrier, 128);  // all warps have read the last factors
     if (w < C::kOwners && t == 0)
-      StoreShared(inverses + (8 * w + g) * 4, sum > 0.0f || sum != sum ? 1.0f / sum : 0.0f);
+      StoreShared(inverses + (8 * w + g) * 4, InverseOf(sum));
     NamedBarrier(C::kProbsBarrier, 128);
     StoreResult<C>(p, it, inverses, 0, w, o);
   } else {
