@@ -58,16 +58,14 @@ __device__ __forceinline__ void BroadProducts(float (&acc)[kM][kTiles][4], const
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        const uint32_t first[4] = {a[2 * m].x, a[2 * m + 1].x, a[2 * m].y, a[2 * m + 1].y};
-        MmaBf16(acc[m][n + j], first, b[at][j].x, b[at][j].y);
+        AddFirst(acc[m][n + j], a[2 * m], a[2 * m + 1], b[at][j]);
       }
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        const uint32_t second[4] = {a[2 * m].z, a[2 * m + 1].z, a[2 * m].w, a[2 * m + 1].w};
-        MmaBf16(acc[m][n + j], second, b[at][j].z, b[at][j].w);
+        AddSecond(acc[m][n + j], a[2 * m], a[2 * m + 1], b[at][j]);
       }
     }
   }

@@ -98,9 +98,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
           low = held[s < kShared ? 0 : s - kShared][half][2 * m];
           high = held[s < kShared ? 0 : s - kShared][half][2 * m + 1];
         }
-        const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
-        MmaBf16(acc[m], even, b.x, b.y);
-        MmaBf16(acc[m], odd, b.z, b.w);
+        AddFirst(acc[m], low, high, b);
+        AddSecond(acc[m], low, high, b);
       }
     }
   }

@@ -21,6 +21,19 @@
 
 namespace kdt::cuda {
 
+// The two k16 steps of 32 inputs, in the order of inputs above, which every form for few rows keeps: `low`
+// and `high` are what the lane read of outputs g and g + 8 of a tile of W, `x` what it read of its row of x.
+__device__ __forceinline__ void AddFirst(float (&acc)[4], const uint4& low, const uint4& high,
+                                         const uint4& x) {
+  const uint32_t w[4] = {low.x, high.x, low.y, high.y};
+  MmaBf16(acc, w, x.x, x.y);
+}
+__device__ __forceinline__ void AddSecond(float (&acc)[4], const uint4& low, const uint4& high,
+                                          const uint4& x) {
+  const uint32_t w[4] = {low.z, high.z, low.w, high.w};
+  MmaBf16(acc, w, x.z, x.w);
+}
+
 // A matrix and where its products go.
 struct StreamPart {
   const bf16* w;
@@ -387,11 +400,8 @@ __global__ void __launch_bounds__(S::kThreads, 2)
           if constexpr (S::kGated) b = GatedChunk(b, LoadShared4U(from_x + S::kRows * 128 + n * 1024 + side));
 #pragma unroll
           for (int m = 0; m < kM; ++m) {
-            const uint4 &low = a[2 * m], &high = a[2 * m + 1];  // outputs g and g + 8
-            const uint32_t first[4] = {low.x, high.x, low.y, high.y},
-                           second[4] = {low.z, high.z, low.w, high.w};
-            MmaBf16(acc[m][n], first, b.x, b.y);
-            MmaBf16(acc[m][n], second, b.z, b.w);
+            AddFirst(acc[m][n], a[2 * m], a[2 * m + 1], b);
+            AddSecond(acc[m][n], a[2 * m], a[2 * m + 1], b);
           }
         }
       }

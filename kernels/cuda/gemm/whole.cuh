@@ -221,9 +221,8 @@ class WholeBlock {
     return row * static_cast<int>(part.w_stride);
   }
   __device__ __forceinline__ void Multiply(int e, const uint4& low, const uint4& high, const uint4& x) {
-    const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
-    MmaBf16(acc[e], even, x.x, x.y);
-    MmaBf16(acc[e], odd, x.z, x.w);
+    AddFirst(acc[e], low, high, x);
+    AddSecond(acc[e], low, high, x);
   }
 
   const Tile tile_;

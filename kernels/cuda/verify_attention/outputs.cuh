@@ -1,4 +1,4 @@
-// What both forms of value warp do with 128 columns of their group's rows: products of a round, factors, and at
+// What both forms of value warp do with 128 columns of their rows: products of a round, factors, and at
 // the end the result or a partial of it.
 #pragma once
 
