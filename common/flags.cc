@@ -4,11 +4,15 @@
 #include <cstdlib>
 #include <utility>
 
+#include "absl/flags/commandlineflag.h"
 #include "absl/flags/parse.h"
+#include "absl/flags/reflection.h"
 #include "absl/flags/usage.h"
 #include "absl/flags/usage_config.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "common/status.h"
 
 namespace kdt {
 
@@ -36,6 +40,16 @@ std::vector<std::string> ParseFlags(int argc, char** argv, const std::string& us
     std::exit(2);
   }
   return positional;
+}
+
+bool FlagIsSet(absl::string_view name) {
+  const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+  KDT_CHECK(flag != nullptr);
+  return flag->CurrentValue() != flag->DefaultValue();
+}
+
+absl::Status FlagDoesNothing(absl::string_view name, absl::string_view why) {
+  return absl::InvalidArgumentError(absl::StrCat("--", name, " does nothing ", why));
 }
 
 }  // namespace kdt

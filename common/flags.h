@@ -4,6 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
 namespace kdt {
 
 // Makes --help list every flag of the program, whichever file defines it (absl shows those of the file named
@@ -16,5 +19,11 @@ void ListOwnFlagsInHelp();
 // arguments without the program's name.
 std::vector<std::string> ParseFlags(int argc, char** argv, const std::string& usage,
                                     size_t max_positional = 0);
+
+// Whether the flag has another value than its default; there must be such a flag.
+bool FlagIsSet(absl::string_view name);
+
+// "--NAME does nothing WHY": such a flag is refused, since whoever gave it counts on it.
+absl::Status FlagDoesNothing(absl::string_view name, absl::string_view why);
 
 }  // namespace kdt

@@ -69,6 +69,8 @@ class ChildProcess {
 // Sent by kdt-launch to the coordinator that it started when the group will not come back: running requests
 // are ended at once, with UNAVAILABLE, where SIGTERM lets them finish.
 constexpr int kGroupGivenUp = SIGUSR1;
+// Sent by kdt-launch to workers whose coordinator it did not start: each ends once no coordinator uses it.
+constexpr int kEndWhenUnused = SIGUSR2;
 
 // Has the kernel kill this process when its parent ends. False: the parent has ended already.
 bool DieWithParent();

@@ -28,10 +28,6 @@
 #include "worker/service/metrics.h"
 #include "worker/service/worker_service.h"
 
-namespace kdt {
-constexpr int64_t kValidateEvery = 64;  // by its value the flag is known to have been set
-}  // namespace kdt
-
 ABSL_FLAG(std::string, model, "", "folder of the target checkpoint");
 ABSL_FLAG(std::string, drafter, "", "folder of the DFlash drafter; empty: none");
 ABSL_FLAG(int64_t, draft_window, 0, "context positions the drafter sees, counted from the end; 0: all");
@@ -65,8 +61,7 @@ ABSL_FLAG(
     bool, strict, false,
     "a step that allocates, frees or copies pageable memory behind the start fails, with the call named "
     "(cuda only)");
-ABSL_FLAG(int64_t, validate_every, kdt::kValidateEvery,
-          "with --attention=validate: compare every so many steps");
+ABSL_FLAG(int64_t, validate_every, 64, "with --attention=validate: compare every so many steps");
 ABSL_FLAG(std::string, log_level, "info", "trace, debug, info, warn or error");
 ABSL_FLAG(bool, die_with_parent, false, "end when the process that started this one ends");
 
@@ -93,24 +88,21 @@ int Fail(absl::string_view message) {
   return 2;
 }
 
-// A flag that would do nothing is refused: whoever gave it counts on it.
 absl::Status CheckFlagsApply() {
-  const auto needs = [](bool given, absl::string_view flag, absl::string_view what) {
-    if (!given) return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat("--", flag, " does nothing without ", what));
-  };
-  const std::string backend = absl::GetFlag(FLAGS_backend);
+  const bool cpu = absl::GetFlag(FLAGS_backend) == "cpu";
   const bool drafts = !absl::GetFlag(FLAGS_drafter).empty();
   const bool validates = absl::GetFlag(FLAGS_attention) == "validate";
-  for (const absl::Status& status :
-       {needs(backend == "cpu" && absl::GetFlag(FLAGS_strict), "strict", "--backend=cuda"),
-        needs(backend == "cpu" && absl::GetFlag(FLAGS_device) != -1, "device", "--backend=cuda"),
-        needs(backend != "cpu" && absl::GetFlag(FLAGS_threads) != 1, "threads", "--backend=cpu"),
-        needs(!drafts && absl::GetFlag(FLAGS_draft_window) != 0, "draft_window", "--drafter"),
-        needs(!drafts && absl::GetFlag(FLAGS_draft_rope_factor) != 0, "draft_rope_factor", "--drafter"),
-        needs(!validates && absl::GetFlag(FLAGS_validate_every) != kValidateEvery, "validate_every",
-              "--attention=validate")}) {
-    if (!status.ok()) return status;
+  struct Need {
+    const char* flag;
+    bool met;
+    const char* what;
+  };
+  for (const auto& [flag, met, what] :
+       {Need{"strict", !cpu, "without --backend=cuda"}, Need{"device", !cpu, "without --backend=cuda"},
+        Need{"threads", cpu, "without --backend=cpu"}, Need{"draft_window", drafts, "without --drafter"},
+        Need{"draft_rope_factor", drafts, "without --drafter"},
+        Need{"validate_every", validates, "without --attention=validate"}}) {
+    if (!met && FlagIsSet(flag)) return FlagDoesNothing(flag, what);
   }
   return absl::OkStatus();
 }
@@ -211,7 +203,20 @@ absl::StatusOr<std::unique_ptr<Engine>> LoadWithProgress(const EngineOptions& op
   return engine;
 }
 
-// Until one of `signals` comes.
+// Until one of `signals` comes; behind kEndWhenUnused, until no coordinator uses this rank.
+void AwaitEnd(const sigset_t& signals, const WorkerService& service) {
+  bool when_unused = false;
+  while (true) {
+    const timespec slice{0, 100'000'000};
+    const int signal = when_unused ? sigtimedwait(&signals, nullptr, &slice) : sigwaitinfo(&signals, nullptr);
+    if (signal > 0 && signal != kEndWhenUnused) return;
+    when_unused = when_unused || signal == kEndWhenUnused;
+    if (!when_unused || service.used()) continue;
+    spdlog::info("no coordinator uses this rank: it ends");
+    return;
+  }
+}
+
 int Run(const sigset_t& signals) {
   absl::StatusOr<EngineOptions> options = OptionsFromFlags();
   if (!options.ok()) return Fail(options.status().message());
@@ -299,8 +304,7 @@ int Run(const sigset_t& signals) {
     kill(getpid(), SIGTERM);
   });
 
-  int signal = 0;
-  sigwait(&signals, &signal);
+  AwaitEnd(signals, service);
   // The step in progress is finished and its answer sent; then open streams are cancelled.
   const auto drained = std::make_shared<absl::Notification>();
   engine.Drain([drained](uint64_t) { drained->Notify(); });
@@ -325,5 +329,5 @@ int main(int argc, char** argv) {
     return kdt::Fail(status.message());
   }
   kdt::PrepareCollectives();
-  return kdt::Run(kdt::BlockSignals({SIGTERM, SIGINT}));
+  return kdt::Run(kdt::BlockSignals({SIGTERM, SIGINT, kdt::kEndWhenUnused}));
 }

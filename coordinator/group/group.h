@@ -76,6 +76,9 @@ class Group {
   virtual StepCost last_cost() const = 0;
   // Ends the epoch because rank 0's last answer made no sense; `what` tells why.
   virtual void Reject(const std::string& what) = 0;
+  // From any thread: the group is not needed any more. A Send or Receive that waits for a rank fails soon, as
+  // does forming.
+  virtual void Abandon() = 0;
 };
 
 }  // namespace kdt

@@ -3,8 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
-#include <mutex>
 #include <random>
 #include <thread>
 
@@ -13,72 +11,26 @@
 #include "absl/strings/str_join.h"
 #include "common/clock.h"
 #include "common/log.h"
-#include "common/loss_note.h"
 #include "common/status.h"
+#include "common/worker_note.h"
+#include "coordinator/group/join_calls.h"
 
 namespace kdt {
 namespace {
 
-constexpr int kMaxSilences = 3;  // Describe calls in a row without an answer: the process is there and hangs
+// Describe calls in a row without an answer from one who listens: the process is there and hangs. Before any
+// epoch, when a host may be busy with nothing but loading, more patience is shown.
+constexpr int kMaxSilences = 3;
+constexpr int kMaxFirstSilences = 12;
 constexpr int64_t kProgressEveryUs = 2'000'000;
-constexpr int64_t kUnchangedEveryUs = 10'000'000;  // when there is nothing new to tell
-constexpr int kDrainTimeoutMs = 5000;
-constexpr int kJoinTimeoutMs = 60'000;
-constexpr int kJoinGraceMs = 5'000;  // so that a rank's own time-out, which names its peer, comes first
 
 std::string NewCollectiveId(uint64_t epoch) {
   std::random_device random;
   return absl::StrFormat("kdt-%d-%d-%08x", getpid(), epoch, random());
 }
 
-// Once a rank has failed or `cancelled` says so, the others are not waited for: they would wait in vain.
-// `failed` is the rank whose error this returns, when it is one's.
-absl::Status JoinAll(const RankLinks& links, uint64_t epoch, const std::function<bool()>& cancelled,
-                     const RankLink** failed) {
-  v1::JoinGroupRequest request;
-  request.set_epoch(epoch);
-  request.set_tp(static_cast<uint32_t>(links.size()));
-  request.set_collective_id(NewCollectiveId(epoch));
-  request.set_timeout_ms(kJoinTimeoutMs);
-  std::vector<std::unique_ptr<grpc::ClientContext>> contexts(links.size());
-  for (auto& context : contexts) context = std::make_unique<grpc::ClientContext>();
-  std::mutex mutex;  // over all below
-  std::condition_variable changed;
-  size_t ended = 0;
-  absl::Status failure;  // the first; one of a rank by itself says more than that of one which waited for it
-  bool gave_up = false;
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < links.size(); ++i) {
-    threads.emplace_back([&, i, mine = request]() mutable {
-      mine.set_rank(static_cast<uint32_t>(i));
-      const absl::Status joined =
-          links[i]->Join(mine, kJoinTimeoutMs + kJoinGraceMs, contexts[i].get()).status();
-      const std::lock_guard lock(mutex);
-      ++ended;
-      const bool first =
-          failure.ok() || (absl::IsDeadlineExceeded(failure) && !absl::IsDeadlineExceeded(joined));
-      if (!joined.ok() && first && !gave_up) {
-        failure = joined;
-        *failed = links[i].get();
-      }
-      changed.notify_all();
-    });
-  }
-  {
-    std::unique_lock lock(mutex);
-    const auto settled = [&] {
-      return ended == links.size() || (!failure.ok() && !absl::IsDeadlineExceeded(failure));
-    };
-    while (!changed.wait_for(lock, std::chrono::milliseconds(kRankPollMs), settled) && !cancelled()) {
-    }
-    gave_up = ended < links.size();
-    if (gave_up && failure.ok()) failure = absl::CancelledError("forming the group was cancelled");
-  }
-  if (gave_up) {
-    for (auto& context : contexts) context->TryCancel();
-  }
-  for (std::thread& thread : threads) thread.join();
-  return failure;
+bool Any(const std::vector<bool>& of_ranks) {
+  return std::find(of_ranks.begin(), of_ranks.end(), true) != of_ranks.end();
 }
 
 }  // namespace
@@ -139,19 +91,8 @@ absl::StatusOr<GroupLimits> CheckDescriptions(const std::vector<v1::DescribeResp
   return limits;
 }
 
-bool SeldomLine::Due(const std::string& line, int64_t now_us) {
-  const int64_t pause_us = now_us - told_us_;
-  if (told_us_ != 0 && pause_us < (line == told_ ? kUnchangedEveryUs : shortest_us_)) return false;
-  told_ = line;
-  told_us_ = now_us;
-  return true;
-}
-
-GroupForming::GroupForming(const RankLinks& links, int describe_timeout_ms, Listener listener)
-    : links_(links),
-      describe_timeout_ms_(describe_timeout_ms),
-      listener_(std::move(listener)),
-      progress_(kProgressEveryUs) {}
+GroupForming::GroupForming(const RankLinks& links, FormingTimes times, Listener listener)
+    : links_(links), times_(times), listener_(std::move(listener)), progress_(kProgressEveryUs) {}
 
 // "2 of 4 ranks are ready; waiting for rank 1 (no answer), rank 3 (20 of 80 MiB loaded)".
 std::string GroupForming::Progress(const std::vector<RankPoll::Heard>& heard) const {
@@ -185,47 +126,59 @@ void GroupForming::TakeIn(const std::vector<RankPoll::Heard>& heard) {
   }
 }
 
-// A stopped or stuck process does not end by itself, so nobody who watches processes sees it. The ranks that
-// are ready are ended instead: whoever started the group then starts all ranks again.
-void GroupForming::EndTheOthers(const std::vector<RankPoll::Heard>& heard) {
-  const std::string silent =
-      absl::StrCat(" not answered for ", kMaxSilences * describe_timeout_ms_ / 1000, " s");
-  std::vector<std::string> hung;
-  bool any = false;
-  for (size_t i = 0; i < heard.size(); ++i) {
-    any = any || heard[i].ready();
-    if (heard[i].silences < kMaxSilences) continue;
-    hung.push_back(links_[i]->Name());
-    listener_.on_rank_error(static_cast<uint32_t>(i), absl::StrCat("it has", silent, ": it hangs"));
-  }
-  const std::string names = absl::StrJoin(hung, ", ");
-  const bool one = hung.size() == 1;
-  spdlog::error("{} {}{}: {}; {}", names, one ? "has" : "have", silent, one ? "it hangs" : "they hang",
-                any ? "the other ranks are ended so that all start again"
-                    : "no other rank is ready, to be ended so that all start again: end its process");
-  const std::string reason = absl::StrCat(names, one ? " hangs" : " hang");
-  AtOnce(links_, [&](RankLink& link) {
-    if (!heard[link.rank()].ready()) return;
-    const absl::Status drained = link.Drain(reason, kDrainTimeoutMs);
-    if (!drained.ok()) spdlog::warn("{} was not ended: {}", link.Name(), drained.message());
-  });
+std::vector<bool> GroupForming::Silent(const std::vector<RankPoll::Heard>& heard, int silences) const {
+  std::vector<bool> silent;
+  for (const RankPoll::Heard& rank : heard) silent.push_back(rank.silences >= silences);
+  return silent;
 }
 
-absl::Status GroupForming::WaitLoaded(uint64_t last_epoch, const std::function<bool()>& cancelled,
+// A stopped or stuck process does not end by itself, so nobody who watches processes sees it. The ranks that
+// are ready are ended instead: whoever started the group then starts all ranks again. Where none is, a note
+// tells of those that hang.
+std::string GroupForming::RestartAround(const std::vector<bool>& hung,
+                                        const std::vector<RankPoll::Heard>& heard, int unanswered_ms) {
+  const std::string silent = absl::StrCat(" not answered for ", unanswered_ms / 1000, " s");
+  std::vector<std::string> names;
+  bool any_ready = false;
+  for (size_t i = 0; i < heard.size(); ++i) {
+    any_ready = any_ready || (heard[i].ready() && !hung[i]);
+    if (!hung[i]) continue;
+    names.push_back(links_[i]->Name());
+    listener_.on_rank_error(static_cast<uint32_t>(i), absl::StrCat("it has", silent, ": it hangs"));
+  }
+  const bool one = names.size() == 1;
+  const std::string reason = absl::StrCat(absl::StrJoin(names, ", "), one ? " hangs" : " hang");
+  spdlog::error("{} {}{}: {}; {}", absl::StrJoin(names, ", "), one ? "has" : "have", silent,
+                one ? "it hangs" : "they hang",
+                any_ready ? "the other ranks are ended so that all start again"
+                          : "no other rank is ready, to be ended so that all start again: its launcher is "
+                            "asked to kill it");
+  AtOnce(links_, [&](RankLink& link) {
+    if (hung[link.rank()]) {
+      if (!any_ready) WriteHangNote(link.address());
+    } else if (heard[link.rank()].ready()) {
+      const absl::Status drained = link.Drain(reason);
+      if (!drained.ok()) spdlog::warn("{} was not ended: {}", link.Name(), drained.message());
+    }
+  });
+  return reason;
+}
+
+absl::Status GroupForming::WaitLoaded(RankPoll* poll, uint64_t last_epoch,
+                                      const std::function<bool()>& cancelled,
                                       std::vector<v1::DescribeResponse>* described) {
   ended_.resize(links_.size());
-  RankPoll poll(links_, describe_timeout_ms_);
   const int64_t began_us = MonotonicMicros();
   while (true) {
     std::this_thread::sleep_for(std::chrono::milliseconds(kRankPollMs));
-    const std::vector<RankPoll::Heard> heard = poll.heard();
+    std::vector<RankPoll::Heard> heard = poll->heard();
     TakeIn(heard);
-    bool all_ready = true, hangs = false;
+    bool all_ready = true;
     for (size_t i = 0; i < heard.size(); ++i) {
       if (!heard[i].description.load_error().empty())
         return absl::FailedPreconditionError(absl::StrCat(links_[i]->Name(), " ", ended_[i]));
       all_ready = all_ready && heard[i].ready();
-      hangs = hangs || heard[i].silences >= kMaxSilences;
+      // That of another rank counts too, as for a new coordinator.
       last_epoch = std::max(last_epoch, heard[i].description.last_epoch());
     }
     if (all_ready) {
@@ -233,38 +186,62 @@ absl::Status GroupForming::WaitLoaded(uint64_t last_epoch, const std::function<b
       return absl::OkStatus();
     }
     if (cancelled()) return absl::CancelledError("forming the group was cancelled");
-    if (hangs && last_epoch > 0) {
+    const int patience = last_epoch > 0 ? kMaxSilences : kMaxFirstSilences;
+    if (Any(Silent(heard, patience))) {
       // Those that hang like it are as far by now.
       std::this_thread::sleep_for(std::chrono::milliseconds(kRankPollMs));
-      EndTheOthers(poll.heard());
-      poll.ForgetSilences();
-    } else {
-      const std::string waiting = Progress(heard);
-      listener_.on_waiting(waiting);
-      const int64_t now_us = MonotonicMicros();
-      if (now_us - began_us >= kProgressEveryUs && progress_.Due(waiting, now_us)) {
-        spdlog::info("{}", waiting);
-      }
+      heard = poll->heard();
+      RestartAround(Silent(heard, patience), heard, patience * times_.describe_ms);
+      poll->ForgetSilences();
+      continue;
+    }
+    const std::string waiting = Progress(heard);
+    listener_.on_waiting(waiting);
+    const int64_t now_us = MonotonicMicros();
+    if (now_us - began_us >= kProgressEveryUs && progress_.Due(waiting, now_us)) {
+      spdlog::info("{}", waiting);
     }
   }
 }
 
+absl::Status GroupForming::JoinAll(RankPoll* poll, uint64_t epoch, const std::function<bool()>& cancelled) {
+  v1::JoinGroupRequest request;
+  request.set_epoch(epoch);
+  request.set_tp(static_cast<uint32_t>(links_.size()));
+  request.set_collective_id(NewCollectiveId(epoch));
+  request.set_timeout_ms(static_cast<uint32_t>(times_.join_ms));
+  JoinCalls calls(links_, request);
+  calls.Wait([&] { return cancelled() || Any(Silent(poll->heard(), kMaxSilences)); });
+
+  const std::vector<RankPoll::Heard> heard = poll->heard();
+  std::vector<bool> hung = Silent(heard, kMaxSilences);
+  int unanswered_ms = kMaxSilences * times_.describe_ms;
+  if (!Any(hung)) {
+    hung = calls.unanswered();
+    unanswered_ms = times_.join_ms + kJoinGraceMs;
+  }
+  if (Any(hung)) return absl::UnavailableError(RestartAround(hung, heard, unanswered_ms));
+  size_t failed = 0;
+  const absl::Status failure = calls.failure(&failed);
+  if (!failure.ok()) {
+    listener_.on_rank_error(static_cast<uint32_t>(failed),
+                            absl::StrCat("could not join: ", failure.message()));
+    return absl::Status(failure.code(), absl::StrCat(links_[failed]->Name(), ": ", failure.message()));
+  }
+  return calls.all_ended() ? absl::OkStatus() : absl::CancelledError("forming the group was cancelled");
+}
+
 absl::StatusOr<FormedGroup> GroupForming::Form(uint64_t last_epoch, const std::function<bool()>& cancelled) {
   FormedGroup formed;
-  KDT_RETURN_IF_ERROR(WaitLoaded(last_epoch, cancelled, &formed.ranks));
+  RankPoll poll(links_, times_.describe_ms);
+  KDT_RETURN_IF_ERROR(WaitLoaded(&poll, last_epoch, cancelled, &formed.ranks));
   KDT_ASSIGN_OR_RETURN(formed.limits, CheckDescriptions(formed.ranks));
   formed.epoch = last_epoch + 1;
   for (const auto& rank : formed.ranks) formed.epoch = std::max(formed.epoch, rank.last_epoch() + 1);
   const std::string joining = absl::StrCat("all ", links_.size(), " ranks are loaded; joining them");
   listener_.on_waiting(joining);
   if (joining_.Due(joining, MonotonicMicros())) spdlog::info("{} in epoch {}", joining, formed.epoch);
-  const RankLink* failed = nullptr;
-  const absl::Status joined = JoinAll(links_, formed.epoch, cancelled, &failed);
-  if (failed != nullptr) {
-    listener_.on_rank_error(failed->rank(), absl::StrCat("could not join: ", joined.message()));
-    return absl::Status(joined.code(), absl::StrCat(failed->Name(), ": ", joined.message()));
-  }
-  KDT_RETURN_IF_ERROR(joined);
+  KDT_RETURN_IF_ERROR(JoinAll(&poll, formed.epoch, cancelled));
   joining_.Forget();
   progress_.Forget();
   return formed;

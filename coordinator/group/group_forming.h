@@ -11,6 +11,7 @@
 #include "coordinator/group/group.h"
 #include "coordinator/group/rank_link.h"
 #include "coordinator/group/rank_poll.h"
+#include "coordinator/group/seldom_line.h"
 
 namespace kdt {
 
@@ -24,17 +25,9 @@ struct FormedGroup {
 // sizes.
 absl::StatusOr<GroupLimits> CheckDescriptions(const std::vector<v1::DescribeResponse>& ranks);
 
-// A log line that comes again and again: due when it is new, and every 10 s while it stays the same.
-class SeldomLine {
- public:
-  explicit SeldomLine(int64_t shortest_us = 0) : shortest_us_(shortest_us) {}
-  bool Due(const std::string& line, int64_t now_us);
-  void Forget() { told_us_ = 0; }  // the next is due
-
- private:
-  const int64_t shortest_us_;  // between two lines that differ
-  std::string told_;
-  int64_t told_us_ = 0;
+struct FormingTimes {
+  int describe_ms = 5'000;  // a rank that does not tell of itself for so long is silent
+  int join_ms = 60'000;     // for a join, the ranks' own time-out
 };
 
 // One for all attempts: what a rank said before it ended is told while it is missing. One attempt at a time.
@@ -47,28 +40,32 @@ class GroupForming {
     std::function<void(uint32_t rank, const std::string&)> on_rank_error;  // why it is no part of a group
   };
 
-  // A rank that does not tell of itself within `describe_timeout_ms` is silent. `links` outlives this.
-  GroupForming(const RankLinks& links, int describe_timeout_ms, Listener listener);
+  // `links` outlives this.
+  GroupForming(const RankLinks& links, FormingTimes times, Listener listener);
 
   // Blocks; polls as long as ranks are loading. `cancelled` is asked between polls (CANCELLED). Errors name
-  // the rank. The epoch is larger than `last_epoch` and than any that a rank has told. Once there was
-  // an epoch a rank that listens and is silent three times in a row hangs: the ranks that answer are then
-  // ended.
+  // the rank. The epoch is larger than `last_epoch` and than any that a rank has told. Of a rank that hangs
+  // whoever watches the processes is told, so that all are started again.
   absl::StatusOr<FormedGroup> Form(uint64_t last_epoch, const std::function<bool()>& cancelled);
 
  private:
   // Waits until all ranks are ready at once: one that was may have ended since, as when all are started again
-  // behind a loss. The first error that ends the wait is a load error. A rank hangs that does not answer
-  // after an epoch (`last_epoch`, or one that another rank tells, as to a new coordinator); a first load may
-  // have its reasons to be slow.
-  absl::Status WaitLoaded(uint64_t last_epoch, const std::function<bool()>& cancelled,
+  // behind a loss. The first error that ends the wait is a load error.
+  absl::Status WaitLoaded(RankPoll* poll, uint64_t last_epoch, const std::function<bool()>& cancelled,
                           std::vector<v1::DescribeResponse>* described);
+  // Joins the ranks in an epoch. A rank may hang since it told that it is ready: `poll` finds that before the
+  // join's time is over.
+  absl::Status JoinAll(RankPoll* poll, uint64_t epoch, const std::function<bool()>& cancelled);
   void TakeIn(const std::vector<RankPoll::Heard>& heard);
   std::string Progress(const std::vector<RankPoll::Heard>& heard) const;
-  void EndTheOthers(const std::vector<RankPoll::Heard>& heard);
+  // By rank. Calls in a row without an answer from one who listens.
+  std::vector<bool> Silent(const std::vector<RankPoll::Heard>& heard, int silences) const;
+  // Has all ranks started again. Returns who hangs: "rank 1, rank 2 hang".
+  std::string RestartAround(const std::vector<bool>& hung, const std::vector<RankPoll::Heard>& heard,
+                            int unanswered_ms);
 
   const RankLinks& links_;
-  const int describe_timeout_ms_;
+  const FormingTimes times_;
   const Listener listener_;
   std::vector<std::string> ended_;  // by rank: why it ended, as far as that is known; empty once it is ready
   SeldomLine progress_;

@@ -17,7 +17,6 @@ namespace {
 constexpr int64_t kCulpritGraceUs = 300'000;
 // Waiting on one queue, the other is looked at this often.
 constexpr int64_t kSliceUs = 10'000;
-constexpr int kDrainTimeoutMs = 5'000;
 
 // The rank's own time-out lies before ours: it can still tell which peer it waited for.
 int RankTimeoutMs(int step_timeout_ms) { return std::max(1, step_timeout_ms * 4 / 5); }
@@ -26,7 +25,7 @@ int RankTimeoutMs(int step_timeout_ms) { return std::max(1, step_timeout_ms * 4 
 
 RankGroup::RankGroup(RankGroupOptions options)
     : options_(std::move(options)),
-      former_(links_, options_.describe_timeout_ms,
+      former_(links_, options_.forming,
               {[this](const std::string& waiting) {
                  const std::lock_guard lock(mutex_);
                  reason_ = waiting;
@@ -34,6 +33,7 @@ RankGroup::RankGroup(RankGroupOptions options)
                [this](uint32_t rank, const RankPoll::Heard& heard) {
                  const std::lock_guard lock(mutex_);
                  status_[rank].up = heard.ready();
+                 if (heard.asked) gone_[rank] = heard.gone();
                  if (!heard.answered) return;
                  status_[rank].backend = heard.description.backend();
                  status_[rank].device = heard.description.device();
@@ -51,6 +51,7 @@ RankGroup::RankGroup(RankGroupOptions options)
     status.address = options_.addresses[i];
     status_.push_back(status);
   }
+  gone_.resize(links_.size());
 }
 
 RankGroup::~RankGroup() {
@@ -94,6 +95,11 @@ std::vector<RankStatus> RankGroup::Ranks() const {
   return ranks;
 }
 
+bool RankGroup::MayServeSoon() const {
+  std::lock_guard lock(mutex_);
+  return state_ == GroupState::kServing || std::find(gone_.begin(), gone_.end(), true) == gone_.end();
+}
+
 void RankGroup::SetState(GroupState state, const std::string& reason) {
   {
     std::lock_guard lock(mutex_);
@@ -114,9 +120,11 @@ void RankGroup::RunForming() {
   const auto formed = former_.Form(epoch(), [this] { return stopping_.load(); });
   if (!formed.ok()) {
     const std::string why(formed.status().message());
-    // It is tried again twice a second.
+    // It is tried again twice a second, and the ranks may give different reasons in turn.
     if (!stopping_ && did_not_form_.Due(why, MonotonicMicros())) {
-      spdlog::error("the group did not form: {}", why);
+      const int untold = did_not_form_.TakeUntold();
+      spdlog::error("the group did not form: {}{}", why,
+                    untold > 0 ? absl::StrCat(" (", untold, " more attempts since the last such line)") : "");
     }
     SetState(GroupState::kDown, why);
     return;
@@ -262,13 +270,14 @@ absl::Status RankGroup::Send(v1::StepRequest* request) {
   if (state() != GroupState::kServing) return absl::UnavailableError(reason());
   const int64_t deadline_us = MonotonicMicros() + int64_t{1000} * options_.step_timeout_ms;
   for (auto& link : links_) {
-    while (link->write_pending() && !failed_) {
-      if (!PumpOne(link->rank() == 0 ? &queue_ : &peers_queue_, deadline_us)) {
-        SetFailure(link->rank(), "its stream takes no more requests");
-      }
+    while (link->write_pending() && !over()) {
+      const int64_t now_us = MonotonicMicros();
+      if (PumpOne(link->rank() == 0 ? &queue_ : &peers_queue_, std::min(deadline_us, now_us + kSliceUs)))
+        continue;
+      if (now_us >= deadline_us) SetFailure(link->rank(), "its stream takes no more requests");
     }
   }
-  if (failed_) return EndEpoch();
+  if (over()) return EndEpoch();
   request->set_epoch(epoch_);
   request->set_step(++step_);
   request->set_deadline_ms(static_cast<uint32_t>(RankTimeoutMs(options_.step_timeout_ms)));
@@ -285,16 +294,18 @@ absl::Status RankGroup::Send(v1::StepRequest* request) {
 absl::Status RankGroup::Receive(v1::StepResponse* response) {
   const int64_t deadline_us = sent_us_ + int64_t{1000} * options_.step_timeout_ms;
   DrainPeers();  // their answers to the last step, while the ranks compute this one
-  while (!failed_ && progress_[0].answered < step_) {
+  while (!over() && progress_[0].answered < step_) {
     const int64_t now_us = MonotonicMicros();
     if (PumpOne(&queue_, std::min(deadline_us, now_us + kSliceUs))) continue;
     DrainPeers();  // one of them may have died
     if (!failed_ && now_us >= deadline_us) NameLateRanks();
   }
-  while (!failed_ && !AllAnswered(step_ - 1)) {
-    if (!PumpOne(&peers_queue_, deadline_us)) NameLateRanks();
+  while (!over() && !AllAnswered(step_ - 1)) {
+    const int64_t now_us = MonotonicMicros();
+    if (PumpOne(&peers_queue_, std::min(deadline_us, now_us + kSliceUs))) continue;
+    if (now_us >= deadline_us) NameLateRanks();
   }
-  if (failed_) return EndEpoch();
+  if (over()) return EndEpoch();
   response->Swap(&rank0_);
   return absl::OkStatus();
 }
@@ -337,7 +348,8 @@ uint32_t RankGroup::Culprit() const {
   return static_cast<uint32_t>(rank);
 }
 
-absl::Status RankGroup::EndEpoch() {
+// Looks a moment for the rank that caused the failure.
+std::string RankGroup::Blame() {
   const int64_t grace_end_us = MonotonicMicros() + kCulpritGraceUs;
   const auto died = [this] {
     return std::any_of(progress_.begin(), progress_.end(), [](const RankProgress& p) { return p.died; });
@@ -347,14 +359,19 @@ absl::Status RankGroup::EndEpoch() {
   const uint32_t rank = Culprit();
   std::string what = progress_[rank].failure;
   if (what.empty()) what = absl::StrCat("it left the others waiting in step ", step_);
-  const std::string reason = absl::StrCat(links_[rank]->Name(), " (", links_[rank]->address(), "): ", what);
   {
     std::lock_guard lock(mutex_);
     for (RankStatus& status : status_) status.up = status.rank != rank && progress_[status.rank].died == 0;
     status_[rank].last_error = what;
+    gone_.assign(links_.size(), false);
   }
+  return absl::StrCat(links_[rank]->Name(), " (", links_[rank]->address(), "): ", what);
+}
+
+absl::Status RankGroup::EndEpoch() {
+  const std::string reason = failed_ ? Blame() : "the coordinator stops";
   CloseStreams();
-  spdlog::error("epoch {} ended: {}", epoch_, reason);
+  if (failed_) spdlog::error("epoch {} ended: {}", epoch_, reason);
   SetState(GroupState::kDown, reason);
   return absl::UnavailableError(reason);
 }
@@ -370,8 +387,10 @@ void RankGroup::DrainWorkers() {
   if (forming_.joinable()) forming_.join();
   const bool serving = state() == GroupState::kServing;
   AtOnce(links_, [serving](RankLink& link) {
-    const absl::Status drained = link.Drain("the coordinator stops", kDrainTimeoutMs);
-    if (!drained.ok() && serving) spdlog::warn("{} did not drain: {}", link.Name(), drained.message());
+    const absl::Status drained = link.Drain("the coordinator stops");
+    // One that does not listen has ended, or has not started.
+    if (drained.ok() || (!serving && absl::IsUnavailable(drained))) return;
+    spdlog::warn("{} did not drain: {}", link.Name(), drained.message());
   });
   if (!serving) return;
   CloseStreams();

@@ -23,7 +23,7 @@ struct RankGroupOptions {
   std::vector<std::string> addresses;  // by rank: HOST:PORT or unix:PATH
   RankSecurity security;
   int step_timeout_ms = 30'000;
-  int describe_timeout_ms = 5'000;  // a rank that is silent for three of them hangs
+  FormingTimes forming;
   std::function<void()> on_change;  // called from any thread after state() has changed; must not block
 };
 
@@ -43,9 +43,13 @@ class RankGroup : public Group {
   absl::Status Poll() override;
   StepCost last_cost() const override { return cost_; }
   void Reject(const std::string& what) override;
+  void Abandon() override { stopping_ = true; }
 
-  // Tells every worker that listens to end after its current step. No step may be in flight; the group is
-  // kDown afterwards.
+  // False once a rank is known to be gone while the group does not serve: what waits for the group may wait
+  // in vain. From any thread.
+  bool MayServeSoon() const;
+  // Tells every worker that listens to end after its current step. Only behind the last Send, Receive and
+  // Poll; the group is kDown afterwards.
   void DrainWorkers();
 
  private:
@@ -61,6 +65,8 @@ class RankGroup : public Group {
 
   void RunForming();
   void SetState(GroupState state, const std::string& reason);
+  // Nothing more is to be had from the epoch.
+  bool over() const { return failed_ || stopping_; }
   // Handles one event of a queue if one comes before `deadline_us` (MonotonicMicros). False: none came.
   bool PumpOne(grpc::CompletionQueue* queue, int64_t deadline_us);
   bool PumpAny(int64_t deadline_us);
@@ -72,8 +78,9 @@ class RankGroup : public Group {
   void SetFailure(uint32_t rank, std::string what, bool waited_for_peer = false);
   void OnStreamEnded(const RankLink& link);
   bool AllAnswered(uint64_t step) const;
-  // Ends the epoch: looks a moment for the rank that caused the failure, closes the streams, sets kDown.
+  // Ends the epoch: closes the streams, sets kDown. The reason names the rank that caused a failure.
   absl::Status EndEpoch();
+  std::string Blame();
   void NameLateRanks();
   uint32_t Culprit() const;
   void CloseStreams();
@@ -85,16 +92,18 @@ class RankGroup : public Group {
   grpc::CompletionQueue queue_;
   grpc::CompletionQueue peers_queue_;
 
-  mutable std::mutex mutex_;  // guards the next six
+  mutable std::mutex mutex_;  // guards the next seven
   GroupState state_ = GroupState::kDown;
   std::string reason_ = "the group has not formed yet";
   uint64_t epoch_ = 0;
   GroupLimits limits_;
   std::vector<RankStatus> status_;
+  std::vector<bool> gone_;  // by rank, as far as it has been asked since the group served last
   int64_t formed_us_ = 0;
 
-  GroupForming former_;  // the forming thread only
-  SeldomLine did_not_form_;
+  GroupForming former_;                                 // the forming thread only
+  static constexpr int64_t kFailureLineUs = 2'000'000;  // between two log lines on why it did not form
+  SeldomLine did_not_form_{kFailureLineUs};
   std::thread forming_;
   std::atomic<bool> stopping_{false};
 

@@ -11,7 +11,7 @@ namespace {
 // Derived from the largest answer: 1024 rows of prompt log-probabilities with 64 candidates are below 2 MB.
 constexpr int kMaxMessageBytes = 64 << 20;
 constexpr int kReconnectMs = 100;
-constexpr int kConnectMs = 30'000;
+constexpr int kConnectMs = 120'000;
 constexpr char kStepsMethod[] = "/kdt.v1.Worker/Steps";
 
 absl::Status ToAbsl(const grpc::Status& status) {
@@ -71,9 +71,9 @@ absl::StatusOr<v1::JoinGroupResponse> RankLink::Join(const v1::JoinGroupRequest&
   return response;
 }
 
-absl::Status RankLink::Drain(const std::string& reason, int timeout_ms) {
+absl::Status RankLink::Drain(const std::string& reason) {
   grpc::ClientContext context;
-  SetTimeout(&context, timeout_ms);
+  SetTimeout(&context, kDrainTimeoutMs);
   v1::DrainRequest request;
   request.set_reason(reason);
   v1::DrainResponse response;

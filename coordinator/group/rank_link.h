@@ -15,6 +15,10 @@
 
 namespace kdt {
 
+// A rank that is asked to end answers behind its step, which ends with its stream; longer waits only one that
+// hangs.
+constexpr int kDrainTimeoutMs = 2'000;
+
 // How the workers are reached.
 struct RankSecurity {
   std::shared_ptr<grpc::ChannelCredentials> credentials;  // null: plaintext
@@ -45,7 +49,8 @@ class RankLink {
   absl::StatusOr<v1::DescribeResponse> Describe(int timeout_ms, grpc::ClientContext* context);
   absl::StatusOr<v1::JoinGroupResponse> Join(const v1::JoinGroupRequest& request, int timeout_ms,
                                              grpc::ClientContext* context);
-  absl::Status Drain(const std::string& reason, int timeout_ms);
+  // Asks the worker to end; up to kDrainTimeoutMs.
+  absl::Status Drain(const std::string& reason);
 
   // Opens the step stream; its events arrive in `queue`.
   void OpenStream(grpc::CompletionQueue* queue);

@@ -41,6 +41,7 @@ void RankPoll::Ask(size_t rank) {
     lock.lock();
     calls_[rank] = nullptr;
     Heard& heard = heard_[rank];
+    heard.asked = true;
     heard.answered = answer.ok();
     // Not listening yet is another error; who watches the processes tells when it died.
     heard.silences = absl::IsDeadlineExceeded(answer.status()) ? heard.silences + 1 : 0;

@@ -21,10 +21,13 @@ class RankPoll {
  public:
   // The last that was heard of one rank.
   struct Heard {
+    bool asked = false;  // a call has ended, with an answer or without
     bool answered = false;
     v1::DescribeResponse description;  // empty unless it answered
     int silences = 0;                  // calls in a row that ended without an answer from one who listens
     bool ready() const { return answered && description.ready(); }
+    // It has ended, or is about to.
+    bool gone() const { return asked && (!answered || !description.load_error().empty()); }
   };
 
   // A rank that gives no answer for `timeout_ms` is silent.

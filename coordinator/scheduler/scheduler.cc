@@ -9,6 +9,13 @@
 #include "common/status.h"
 
 namespace kdt {
+namespace {
+
+// For a step in flight when the scheduler stops. Nobody waits for its tokens; a rank that hangs in it would
+// take the whole time-out of a step.
+constexpr std::chrono::seconds kLastStep{1};
+
+}  // namespace
 
 Scheduler::Scheduler(SchedulerOptions options, Group* group, TextTools tools)
     : options_(std::move(options)),
@@ -19,13 +26,15 @@ Scheduler::Scheduler(SchedulerOptions options, Group* group, TextTools tools)
       builder_(&store_, &speculator_, options_.prefill_chunk) {}
 
 void Scheduler::Stop(const absl::Status& why) {
+  if (!thread_.joinable()) return;
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (!stop_) stop_why_ = why;
     stop_ = true;
+    changed_.notify_all();
+    if (!changed_.wait_for(lock, kLastStep, [this] { return ended_; })) group_->Abandon();
   }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  thread_.join();
 }
 
 void Scheduler::Start() {

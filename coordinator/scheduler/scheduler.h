@@ -54,7 +54,7 @@ class Scheduler {
   ~Scheduler() { Stop(); }
 
   void Start();
-  // Ends the thread; whatever runs is ended with `why`.
+  // Ends the thread, soon also when a rank hangs; whatever runs is ended with `why`.
   void Stop(const absl::Status& why = absl::UnavailableError("the server is shutting down"));
 
   // Takes a request; the sink hears of it from the scheduler's thread. Returns its id for Cancel.
@@ -82,6 +82,7 @@ class Scheduler {
   // scheduler_loop.cc: all of it runs on the scheduler's thread.
   void Run();
   bool TakeCommands();  // false: the scheduler is to end
+  bool stopping() const;
   uint32_t DraftDepths() const;
   bool GroupServes();
   void LoseGroup();
@@ -109,12 +110,13 @@ class Scheduler {
   const TextTools tools_;
   CoordinatorMetrics metrics_;
 
-  mutable std::mutex mutex_;  // guards the next seven
+  mutable std::mutex mutex_;  // guards the next eight
   std::condition_variable changed_;
   std::vector<std::unique_ptr<Request>> inbox_;
   std::vector<Cancellation> cancellations_;
   bool woken_ = false;
   bool stop_ = false;
+  bool ended_ = false;  // the thread
   absl::Status stop_why_;
   bool draining_ = false;
   size_t open_requests_ = 0;                // not ended

@@ -55,6 +55,9 @@ void Scheduler::Run() {
     WaitForWork();
   }
   EndAll(stop_why_);  // set before the loop ended, and no more
+  const std::lock_guard lock(mutex_);
+  ended_ = true;
+  changed_.notify_all();
 }
 
 bool Scheduler::TakeCommands() {
@@ -74,6 +77,11 @@ bool Scheduler::TakeCommands() {
   }
   if (lost_ && !requests_.empty()) EndAll(absl::UnavailableError(kGroupLost));
   return true;
+}
+
+bool Scheduler::stopping() const {
+  const std::lock_guard lock(mutex_);
+  return stop_;
 }
 
 void Scheduler::WaitForWork() {
@@ -137,7 +145,7 @@ void Scheduler::LoseGroup() {
   running_.clear();
   metrics_.SetGroup(group_->epoch(), group_->Ranks(), DraftDepths());
   epoch_ = 0;
-  if (!options_.rejoin) {
+  if (!options_.rejoin && !stopping()) {
     lost_ = true;
     if (options_.on_group_lost) options_.on_group_lost(group_->reason());
     EndAll(absl::UnavailableError(kGroupLost));

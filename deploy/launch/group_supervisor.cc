@@ -16,8 +16,8 @@
 #include "absl/strings/strip.h"
 #include "common/address.h"
 #include "common/log.h"
-#include "common/loss_note.h"
 #include "common/status.h"
+#include "common/worker_note.h"
 
 namespace kdt {
 namespace {
@@ -61,10 +61,7 @@ WorkerEnd ReadWorkerEnd(ChildProcess& worker) {
 
 }  // namespace
 
-GroupSupervisor::~GroupSupervisor() {
-  EndAll(milliseconds(0));
-  if (!own_dir_.empty()) RemoveTree(own_dir_);
-}
+GroupSupervisor::~GroupSupervisor() { EndAll(milliseconds(0)); }
 
 std::string GroupSupervisor::WorkerAddress(int rank) const {
   if (!options_.worker_host.empty()) {
@@ -78,6 +75,7 @@ absl::Status GroupSupervisor::StartWorkers() {
   for (int i = 0; i < options_.ranks; ++i) {
     const int rank = options_.first_rank + i;
     RemoveLossNote(WorkerAddress(rank));
+    TakeHangNote(WorkerAddress(rank));  // of an earlier one
     ChildProcess::Options process;
     process.name = absl::StrCat("worker ", rank);
     process.argv = {absl::StrCat(options_.bin_dir, "/kdt-worker"), absl::StrCat("--rank=", rank),
@@ -121,8 +119,8 @@ absl::Status GroupSupervisor::StartCoordinator() {
 absl::Status GroupSupervisor::Start() {
   socket_dir_ = options_.socket_dir;
   if (socket_dir_.empty() && options_.worker_host.empty()) {
-    KDT_ASSIGN_OR_RETURN(own_dir_, MakeTempDir("kdt-group-"));
-    socket_dir_ = own_dir_;
+    KDT_ASSIGN_OR_RETURN(own_dir_, GroupFolder::Make());
+    socket_dir_ = own_dir_.path();
   }
   KDT_RETURN_IF_ERROR(StartWorkers());
   if (options_.role == Role::kAll) return StartCoordinator();
@@ -163,6 +161,7 @@ bool GroupSupervisor::HandleLoss(ChildProcess& lost) {
   WorkerEnd end;
   if (is_worker) {
     end = ReadWorkerEnd(lost);
+    if (std::find(hung_.begin(), hung_.end(), lost.pid()) != hung_.end()) end.why = ": it hung";
   } else {
     // It may have ended over a worker that still told it why.
     for (size_t i = 0; i < workers_.size() && end.why.empty(); ++i) {
@@ -206,6 +205,7 @@ bool GroupSupervisor::HandleLoss(ChildProcess& lost) {
     return false;
   }
   workers_.clear();
+  hung_.clear();
   restart_at_ = now + backoff;
   return true;
 }
@@ -218,18 +218,29 @@ bool GroupSupervisor::RestartIfDue() {
   return started.ok();
 }
 
+void GroupSupervisor::KillHungWorkers() {
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    ChildProcess& worker = workers_[i];
+    if (!TakeHangNote(WorkerAddress(options_.first_rank + static_cast<int>(i))) || worker.Ended()) continue;
+    spdlog::error("{} (pid {}) hangs, as its coordinator tells: it is killed", worker.name(), worker.pid());
+    hung_.push_back(worker.pid());
+    worker.Signal(SIGKILL);
+  }
+}
+
 int GroupSupervisor::PollTimeoutMs() const {
-  // The time limit only guards against a lost wake-up; nothing is polled for.
-  constexpr milliseconds kLongest{1000};
+  constexpr milliseconds kLongest{1000};  // how late a note of a worker that hangs is seen
   if (!restart_at_.has_value()) return static_cast<int>(kLongest.count());
   const auto left = std::chrono::ceil<milliseconds>(*restart_at_ - Clock::now());
   return static_cast<int>(std::clamp(left, milliseconds(0), kLongest).count());
 }
 
 void GroupSupervisor::AwaitWorkers() {
+  for (ChildProcess& worker : workers_) worker.Signal(kEndWhenUnused);
   auto deadline = Clock::now() + std::chrono::seconds(options_.drain_timeout_s);
   bool ending = false;
   while (true) {
+    KillHungWorkers();
     std::vector<std::string> running;
     for (ChildProcess& worker : workers_) {
       if (!worker.Ended()) running.push_back(worker.name());
@@ -248,22 +259,18 @@ void GroupSupervisor::AwaitWorkers() {
   }
 }
 
+// It notices by itself when ranks are gone, which are not started again here.
+void GroupSupervisor::AwaitCoordinator() {
+  coordinator_->Signal(SIGTERM);
+  const auto patience = std::chrono::seconds(options_.drain_timeout_s) + kDrainGrace;
+  if (coordinator_->WaitEnded(static_cast<int>(milliseconds(patience).count()))) return;
+  spdlog::warn("the coordinator did not end in time and is killed");
+}
+
 int GroupSupervisor::Drain() {
   spdlog::info("draining: no new requests, running ones get up to {} s", options_.drain_timeout_s);
   if (coordinator_.has_value()) {
-    coordinator_->Signal(SIGTERM);
-    const auto deadline = Clock::now() + std::chrono::seconds(options_.drain_timeout_s) + kDrainGrace;
-    const auto ended = [](ChildProcess& worker) { return worker.Ended(); };
-    bool clean = false, told = false;
-    while (!(clean = coordinator_->WaitEnded(kDrainSliceMs)) && Clock::now() < deadline) {
-      // Lost ones are not started again, so what waits for them waits in vain. (The coordinator ends them
-      // too, when its requests are done, and then does not listen.)
-      if (told || (!restart_at_.has_value() && std::none_of(workers_.begin(), workers_.end(), ended)))
-        continue;
-      coordinator_->Signal(kGroupGivenUp);
-      told = true;
-    }
-    if (!clean) spdlog::warn("the coordinator did not end in time and is killed");
+    AwaitCoordinator();
   } else {
     AwaitWorkers();
   }
@@ -319,6 +326,7 @@ int GroupSupervisor::Run() {
     while (read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
       stop = stop || info.ssi_signo != SIGCHLD;
     }
+    KillHungWorkers();
     if (stop) {
       result = Drain();
     } else if (ChildProcess* const lost = FirstEnded();

@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "common/process.h"
+#include "deploy/launch/group_folder.h"
 
 namespace kdt {
 
@@ -58,10 +59,13 @@ class GroupSupervisor {
   // True when the group goes on (its workers are to be started again at restart_at_).
   bool HandleLoss(ChildProcess& lost);
   bool RestartIfDue();  // false: it was due and failed
+  void KillHungWorkers();
   int PollTimeoutMs() const;
   int Drain();
-  // Lets the coordinator, wherever it runs, end the workers once its requests are done.
+  // Lets the coordinator, wherever it runs, end the workers once its requests are done. Without one they end
+  // by themselves.
   void AwaitWorkers();
+  void AwaitCoordinator();
   // Ends the group for good: the coordinator tells its clients so.
   void GiveUp();
   void EndAll(std::chrono::milliseconds grace);
@@ -70,11 +74,12 @@ class GroupSupervisor {
 
   GroupOptions options_;
   std::string socket_dir_;
-  std::string own_dir_;  // socket_dir_ when it was made here
+  GroupFolder own_dir_;  // of socket_dir_ when it was made here
   std::vector<ChildProcess> workers_;
   std::optional<ChildProcess> coordinator_;
   std::string coordinator_output_;
-  std::string first_loss_;  // reason of the first loss, kept through restarts
+  std::string first_loss_;   // reason of the first loss, kept through restarts
+  std::vector<pid_t> hung_;  // workers that were killed because they hung
   std::vector<std::chrono::steady_clock::time_point> losses_;
   std::optional<std::chrono::steady_clock::time_point> restart_at_;  // set while no worker runs
 };

@@ -155,44 +155,100 @@ constexpr const char* kForCoordinator[] = {"drafter",       "metrics_host",    "
                                            "tls_client_ca", "api_keys_file",   "allow_insecure_api_keys",
                                            "health_listen", "record_trees",    "listen"};
 
-bool IsSet(const char* name) {
-  const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
-  KDT_CHECK(flag != nullptr);
-  return flag->CurrentValue() != flag->DefaultValue();
-}
-
 void PassOn(std::vector<std::string>& args, absl::Span<const char* const> names) {
   for (const char* name : names) {
-    if (IsSet(name))
+    if (kdt::FlagIsSet(name))
       args.push_back(absl::StrCat("--", name, "=", absl::FindCommandLineFlag(name)->CurrentValue()));
   }
 }
 
-// A flag that would do nothing is refused: whoever gave it counts on it.
 absl::Status CheckFlagsApply() {
-  const auto refuse = [](const char* name, const char* why) {
-    return absl::InvalidArgumentError(absl::StrCat("--", name, " does nothing ", why));
-  };
   if (absl::GetFlag(FLAGS_drafter).empty()) {
-    for (const char* name : {"draft_window", "draft_rope_factor"}) {
-      if (IsSet(name)) return refuse(name, "without --drafter");
+    for (const char* name : {"draft_window", "draft_rope_factor", "budget", "tree", "record_trees"}) {
+      if (kdt::FlagIsSet(name)) return kdt::FlagDoesNothing(name, "without --drafter");
     }
   }
-  if (absl::GetFlag(FLAGS_on_loss) == "exit" && IsSet("max_restarts")) {
-    return refuse("max_restarts", "without --on_loss=restart");
+  if (absl::GetFlag(FLAGS_on_loss) == "exit" && kdt::FlagIsSet("max_restarts")) {
+    return kdt::FlagDoesNothing("max_restarts", "without --on_loss=restart");
   }
   if (absl::GetFlag(FLAGS_role) == "workers") {
     for (const char* name : kForCoordinator) {
-      if (IsSet(name) && !absl::c_linear_search(kForWorkers, absl::string_view(name))) {
-        return refuse(name, "with --role=workers: it is a flag of the coordinator");
+      if (kdt::FlagIsSet(name) && !absl::c_linear_search(kForWorkers, absl::string_view(name))) {
+        return kdt::FlagDoesNothing(name, "with --role=workers: it is a flag of the coordinator");
       }
     }
   }
   return absl::OkStatus();
 }
 
-int Fail(const std::string& message) {
-  std::fprintf(stderr, "kdt-launch: %s\n", message.c_str());
+absl::Status CheckRange(const char* flag, int value, int least, int most) {
+  if (value >= least && value <= most) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, ": ", value, " is not in ", least, "..", most));
+}
+
+absl::Status CheckFolder(const char* flag, const std::string& path) {
+  if (std::filesystem::is_directory(path)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, ": no folder ", path));
+}
+
+absl::Status CheckFlags() {
+  const std::string model = absl::GetFlag(FLAGS_model), drafter = absl::GetFlag(FLAGS_drafter);
+  if (model.empty()) return absl::InvalidArgumentError("--model is required");
+  KDT_RETURN_IF_ERROR(CheckFolder("model", model));
+  if (!drafter.empty()) KDT_RETURN_IF_ERROR(CheckFolder("drafter", drafter));
+  KDT_RETURN_IF_ERROR(CheckFlagsApply());
+  KDT_RETURN_IF_ERROR(CheckRange("tp", absl::GetFlag(FLAGS_tp), 1, 64));
+  KDT_RETURN_IF_ERROR(CheckRange("drain_timeout_s", absl::GetFlag(FLAGS_drain_timeout_s), 0, 86400));
+  KDT_RETURN_IF_ERROR(CheckRange("threads", absl::GetFlag(FLAGS_threads), 0, 1024));
+  if (absl::GetFlag(FLAGS_max_restarts) < 0) return absl::InvalidArgumentError("--max_restarts: negative");
+  const int port = absl::GetFlag(FLAGS_metrics_port);
+  if (port < -1 || port + absl::GetFlag(FLAGS_tp) > 65535) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--metrics_port: ", port, " leaves no port for every rank"));
+  }
+  const std::string on_loss = absl::GetFlag(FLAGS_on_loss);
+  if (on_loss != "exit" && on_loss != "restart") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--on_loss: \"", on_loss, "\" is neither exit nor restart"));
+  }
+  return absl::OkStatus();
+}
+
+// `worker_flags`: what stands behind the --.
+absl::StatusOr<kdt::GroupOptions> ReadOptions(absl::Span<char* const> worker_flags) {
+  KDT_RETURN_IF_ERROR(CheckFlags());
+  kdt::GroupOptions options;
+  options.bin_dir = kdt::ExecutableDir();
+  options.tp = absl::GetFlag(FLAGS_tp);
+  options.metrics_port = absl::GetFlag(FLAGS_metrics_port);
+  options.drain_timeout_s = absl::GetFlag(FLAGS_drain_timeout_s);
+  options.max_restarts = absl::GetFlag(FLAGS_max_restarts);
+  options.on_loss = absl::GetFlag(FLAGS_on_loss) == "restart" ? kdt::OnLoss::kRestart : kdt::OnLoss::kExit;
+  KDT_RETURN_IF_ERROR(ReadPlacement(&options));
+  KDT_RETURN_IF_ERROR(ReadDevices(&options));
+
+  const std::string model = absl::StrCat("--model=", absl::GetFlag(FLAGS_model));
+  const std::string log_level = absl::StrCat("--log_level=", absl::GetFlag(FLAGS_log_level));
+  const std::string backend = absl::GetFlag(FLAGS_backend);
+  options.worker_args = {model, absl::StrCat("--backend=", backend), log_level};
+  if (backend == "cpu") {
+    int threads = absl::GetFlag(FLAGS_threads);
+    if (threads == 0)
+      threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / options.ranks);
+    options.worker_args.push_back(absl::StrCat("--threads=", threads));
+  } else if (kdt::FlagIsSet("threads")) {
+    spdlog::warn("--threads does nothing without --backend=cpu");
+  }
+  PassOn(options.worker_args, kForWorkers);
+  options.worker_args.insert(options.worker_args.end(), worker_flags.begin(), worker_flags.end());
+
+  options.coordinator_args = {model, log_level};
+  PassOn(options.coordinator_args, kForCoordinator);
+  return options;
+}
+
+int Fail(absl::string_view message) {
+  std::fprintf(stderr, "kdt-launch: %.*s\n", static_cast<int>(message.size()), message.data());
   return 2;
 }
 
@@ -206,66 +262,14 @@ int main(int argc, char** argv) {
       "Behind a -- stand flags that every worker gets as they are.");
   kdt::ListOwnFlagsInHelp();
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
-  const bool has_worker_flags = rest.size() > 1 && rest[1][0] == '-';
-  if (rest.size() > 1 && !has_worker_flags) {
-    return Fail(absl::StrCat("unexpected argument \"", rest[1], "\""));
+  const absl::Span<char* const> worker_flags = absl::MakeConstSpan(rest).subspan(1);
+  if (!worker_flags.empty() && worker_flags[0][0] != '-') {
+    return Fail(absl::StrCat("unexpected argument \"", worker_flags[0], "\""));
   }
-  const std::string log_level = absl::GetFlag(FLAGS_log_level);
-  if (const absl::Status status = kdt::InitLogging("launch", log_level); !status.ok()) {
-    return Fail(std::string(status.message()));
+  if (const absl::Status status = kdt::InitLogging("launch", absl::GetFlag(FLAGS_log_level)); !status.ok()) {
+    return Fail(status.message());
   }
-
-  kdt::GroupOptions options;
-  options.bin_dir = kdt::ExecutableDir();
-  options.tp = absl::GetFlag(FLAGS_tp);
-  options.metrics_port = absl::GetFlag(FLAGS_metrics_port);
-  options.drain_timeout_s = absl::GetFlag(FLAGS_drain_timeout_s);
-  options.max_restarts = absl::GetFlag(FLAGS_max_restarts);
-  const std::string model = absl::GetFlag(FLAGS_model);
-  const std::string drafter = absl::GetFlag(FLAGS_drafter);
-  const std::string on_loss = absl::GetFlag(FLAGS_on_loss);
-  if (model.empty()) return Fail("--model is required");
-  if (!std::filesystem::is_directory(model)) return Fail(absl::StrCat("--model: no folder ", model));
-  if (!drafter.empty() && !std::filesystem::is_directory(drafter)) {
-    return Fail(absl::StrCat("--drafter: no folder ", drafter));
-  }
-  if (const absl::Status status = CheckFlagsApply(); !status.ok()) return Fail(std::string(status.message()));
-  if (options.tp < 1 || options.tp > 64) return Fail(absl::StrCat("--tp: ", options.tp, " is not in 1..64"));
-  if (const absl::Status status = ReadPlacement(&options); !status.ok()) {
-    return Fail(std::string(status.message()));
-  }
-  if (const absl::Status status = ReadDevices(&options); !status.ok()) {
-    return Fail(std::string(status.message()));
-  }
-  if (options.metrics_port < -1 || options.metrics_port + options.tp > 65535) {
-    return Fail(absl::StrCat("--metrics_port: ", options.metrics_port, " leaves no port for every rank"));
-  }
-  if (options.drain_timeout_s < 0 || options.drain_timeout_s > 86400) {
-    return Fail(absl::StrCat("--drain_timeout_s: ", options.drain_timeout_s, " is not in 0..86400"));
-  }
-  if (options.max_restarts < 0) return Fail("--max_restarts: negative");
-  if (on_loss != "exit" && on_loss != "restart") {
-    return Fail(absl::StrCat("--on_loss: \"", on_loss, "\" is neither exit nor restart"));
-  }
-  options.on_loss = on_loss == "restart" ? kdt::OnLoss::kRestart : kdt::OnLoss::kExit;
-
-  int threads = absl::GetFlag(FLAGS_threads);
-  if (threads < 0 || threads > 1024) return Fail(absl::StrCat("--threads: ", threads, " is not in 0..1024"));
-  if (threads == 0)
-    threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / options.ranks);
-  const std::string backend = absl::GetFlag(FLAGS_backend);
-  if (backend != "cpu") {
-    if (absl::GetFlag(FLAGS_threads) != 0) spdlog::warn("--threads does nothing without --backend=cpu");
-    threads = 0;
-  }
-
-  options.worker_args = {absl::StrCat("--model=", model), absl::StrCat("--backend=", backend),
-                         absl::StrCat("--log_level=", log_level)};
-  if (threads > 0) options.worker_args.push_back(absl::StrCat("--threads=", threads));
-  PassOn(options.worker_args, kForWorkers);
-  options.worker_args.insert(options.worker_args.end(), rest.begin() + 1, rest.end());
-
-  options.coordinator_args = {absl::StrCat("--model=", model), absl::StrCat("--log_level=", log_level)};
-  PassOn(options.coordinator_args, kForCoordinator);
-  return kdt::GroupSupervisor(std::move(options)).Run();
+  absl::StatusOr<kdt::GroupOptions> options = ReadOptions(worker_flags);
+  if (!options.ok()) return Fail(options.status().message());
+  return kdt::GroupSupervisor(*std::move(options)).Run();
 }

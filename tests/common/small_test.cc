@@ -1,4 +1,5 @@
-// The small parts of common: checked arithmetic, INT4, addresses, loss notes, signals, the metrics endpoint, clock.
+// The small parts of common: checked arithmetic, INT4, addresses, notes on workers, signals, the metrics
+// endpoint, clock.
 #include <netinet/in.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -13,10 +14,10 @@
 #include "common/checked.h"
 #include "common/clock.h"
 #include "common/int4.h"
-#include "common/loss_note.h"
 #include "common/metrics.h"
 #include "common/process.h"
 #include "common/safetensors.h"
+#include "common/worker_note.h"
 #include "prometheus/counter.h"
 #include "prometheus/registry.h"
 #include "tests/support/catch.h"
@@ -123,6 +124,18 @@ TEST_CASE("a loss note lies beside a worker's socket, one line of it is read") {
   CHECK(std::filesystem::is_empty(dir));
   WriteLossNote("127.0.0.1:7000", "nowhere to put it");
   CHECK(ReadLossNote("127.0.0.1:7000").empty());
+  RemoveTree(dir);
+}
+
+TEST_CASE("a note that a worker hangs is taken once") {
+  const std::string dir = *MakeTempDir("kdt-test-"), address = "unix:" + dir + "/rank0.sock";
+  CHECK_FALSE(TakeHangNote(address));
+  WriteHangNote(address);
+  CHECK_FALSE(TakeHangNote("unix:" + dir + "/rank1.sock"));
+  CHECK(TakeHangNote(address));
+  CHECK_FALSE(TakeHangNote(address));
+  WriteHangNote("127.0.0.1:7000");
+  CHECK_FALSE(TakeHangNote("127.0.0.1:7000"));
   RemoveTree(dir);
 }
 

@@ -43,6 +43,8 @@ class OwnTemporaryFolder {
     RemoveTree(path_);
   }
 
+  const std::string& path() const { return path_; }
+
  private:
   std::string path_, before_;
 };
@@ -101,6 +103,34 @@ TEST_CASE("a killed process ends the group, named, and clients get UNAVAILABLE")
       CHECK(SharedMemoryNames().empty());
     }
   }
+}
+
+TEST_CASE("what a killed launcher leaves in the temporary folder is removed by the next one") {
+  const OwnTemporaryFolder temporary;
+  const auto folders = [&] {
+    std::vector<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(temporary.path())) {
+      const std::string name = entry.path().filename().string();
+      if (name.rfind("kdt-group-", 0) == 0) names.push_back(name);
+    }
+    return names;
+  };
+  Cluster live({GoldenModel(), "", 1, {}});
+  const std::vector<std::string> of_live = folders();
+  REQUIRE(of_live.size() == 1);
+  {
+    Cluster killed({GoldenModel(), "", 1, {}});
+    REQUIRE(kill(killed.launcher().pid(), SIGKILL) == 0);
+    REQUIRE(killed.launcher().WaitEnded(kEndWithinMs));
+  }
+  REQUIRE(folders().size() == 2);
+  {
+    Cluster next({GoldenModel(), "", 1, {}});
+    CHECK(folders().size() == 2);
+    std::vector<Sample> samples;
+    CHECK(Generate(live.stub(), RequestFor(kShortPrompt, 3), &samples).ok());
+  }
+  CHECK(folders() == of_live);
 }
 
 TEST_CASE("a checkpoint that cannot be loaded ends the group, with the reason in the launcher's line") {

@@ -25,9 +25,9 @@ v1::GenerateRequest Request(uint32_t first, uint32_t max_tokens) {
 }
 
 // Streams run, `disturb` is done to the group, and every stream goes on as if nothing had been.
-void CheckStreamsOutlive(std::vector<std::string> flags, uint32_t requests, uint32_t tokens,
+void CheckStreamsOutlive(int tp, std::vector<std::string> flags, uint32_t requests, uint32_t tokens,
                          const std::function<void(Cluster&)>& disturb) {
-  Cluster cluster({GoldenModel(), GoldenDrafter(), 2, std::move(flags)});
+  Cluster cluster({GoldenModel(), GoldenDrafter(), tp, std::move(flags)});
   std::vector<std::vector<Sample>> disturbed(requests);
   std::vector<grpc::Status> statuses(requests);
   std::atomic<uint64_t> seen{0};
@@ -73,13 +73,27 @@ void CheckStreamsOutlive(std::vector<std::string> flags, uint32_t requests, uint
 }  // namespace
 
 TEST_CASE("after a restart of the group every stream goes on without a repeated or missing token") {
-  CheckStreamsOutlive({"--on_loss=restart", "--budget=7"}, 3, 1500,
+  CheckStreamsOutlive(2, {"--on_loss=restart", "--budget=7"}, 3, 1500,
                       [](Cluster& cluster) { REQUIRE(kill(cluster.WorkerPids().at(1), SIGKILL) == 0); });
 }
 
 TEST_CASE("a rank that hangs is ended with the others, and the streams go on") {
-  CheckStreamsOutlive({"--on_loss=restart", "--budget=7", "--step_timeout_ms=2000"}, 2, 1500,
+  CheckStreamsOutlive(2, {"--on_loss=restart", "--budget=7", "--step_timeout_ms=2000"}, 2, 1500,
                       [](Cluster& cluster) { REQUIRE(kill(cluster.WorkerPids().at(0), SIGSTOP) == 0); });
+}
+
+TEST_CASE("the only rank of a group hangs: the launcher kills it, and the streams go on") {
+  CheckStreamsOutlive(1, {"--on_loss=restart", "--budget=7", "--step_timeout_ms=2000"}, 1, 700,
+                      [](Cluster& cluster) {
+                        const pid_t worker = cluster.WorkerPids().at(0);
+                        REQUIRE(kill(worker, SIGSTOP) == 0);
+                        const std::string line = "worker 0 (pid " + std::to_string(worker) +
+                                                 ") was killed by signal 9 (Killed): it hung; restarting";
+                        for (int i = 0; i < 8000 && cluster.Log().find(line) == std::string::npos; ++i)
+                          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+                        INFO(cluster.Log());
+                        CHECK(cluster.Log().find(line) != std::string::npos);
+                      });
 }
 
 }  // namespace kdt::testing

@@ -4,8 +4,8 @@
 
 namespace kdt {
 
-StepStream* StepStream::Open(EngineThread* engine) {
-  std::shared_ptr<StepStream> stream(new StepStream(engine));
+StepStream* StepStream::Open(EngineThread* engine, std::function<void()> on_done) {
+  std::shared_ptr<StepStream> stream(new StepStream(engine, std::move(on_done)));
   stream->self_ = stream;
   stream->epoch_ = engine->epoch();
   stream->StartRead(&stream->incoming_);
@@ -80,6 +80,7 @@ void StepStream::EndEpoch() {
 
 void StepStream::OnDone() {
   EndEpoch();
+  on_done_();
   self_.reset();
 }
 

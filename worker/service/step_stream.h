@@ -4,8 +4,10 @@
 #include <grpcpp/grpcpp.h>
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "kdt/v1/worker.pb.h"
 #include "worker/service/engine_thread.h"
@@ -16,8 +18,8 @@ namespace kdt {
 class StepStream : public grpc::ServerBidiReactor<v1::StepRequest, v1::StepResponse>,
                    public std::enable_shared_from_this<StepStream> {
  public:
-  // Starts to read.
-  static StepStream* Open(EngineThread* engine);
+  // Starts to read. `on_done` is called once the stream has ended.
+  static StepStream* Open(EngineThread* engine, std::function<void()> on_done);
 
   void OnReadDone(bool ok) override;
   void OnWriteDone(bool ok) override;
@@ -25,13 +27,15 @@ class StepStream : public grpc::ServerBidiReactor<v1::StepRequest, v1::StepRespo
   void OnDone() override;
 
  private:
-  explicit StepStream(EngineThread* engine) : engine_(engine) {}
+  StepStream(EngineThread* engine, std::function<void()> on_done)
+      : engine_(engine), on_done_(std::move(on_done)) {}
   void Answer(v1::StepResponse response);
   // Under the mutex: finishes the call once the client has stopped sending and every answer is written.
   void MaybeFinish();
   void EndEpoch();
 
   EngineThread* const engine_;
+  const std::function<void()> on_done_;
   std::shared_ptr<StepStream> self_;  // until OnDone
   v1::StepRequest incoming_;
 

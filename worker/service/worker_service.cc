@@ -13,6 +13,8 @@ namespace {
 // A step carries at most max_rows token ids and a few thousand sampling fields; an answer, prompt
 // log-probabilities of its rows. Both stay far below this, and a broken peer cannot make us hold more.
 constexpr int kMaxMessageBytes = 64 << 20;
+// How long behind a call a coordinator is taken to be there: it reconnects once a second.
+constexpr int64_t kUsedUs = 2'000'000;
 
 grpc::Status ToGrpc(const absl::Status& status) {
   return grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));
@@ -49,9 +51,17 @@ void WorkerService::SetLoadError(const std::string& error) {
   load_error_ = Utf8Text(error);
 }
 
+bool WorkerService::used() const { return open_calls_ > 0 || MonotonicMicros() - called_us_ < kUsedUs; }
+
+void WorkerService::EndCall() {
+  called_us_ = MonotonicMicros();
+  --open_calls_;
+}
+
 grpc::ServerUnaryReactor* WorkerService::Describe(grpc::CallbackServerContext* context,
                                                   const v1::DescribeRequest*,
                                                   v1::DescribeResponse* response) {
+  called_us_ = MonotonicMicros();
   response->set_ready(engine_->Describe(response));
   response->set_rank(static_cast<uint32_t>(identity_.rank));
   response->set_tp(static_cast<uint32_t>(identity_.tp));
@@ -74,7 +84,9 @@ grpc::ServerUnaryReactor* WorkerService::JoinGroup(grpc::CallbackServerContext* 
                                                    const v1::JoinGroupRequest* request,
                                                    v1::JoinGroupResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  engine_->JoinGroup(*request, [reactor, response](absl::StatusOr<std::string> joined) {
+  ++open_calls_;
+  engine_->JoinGroup(*request, [this, reactor, response](absl::StatusOr<std::string> joined) {
+    EndCall();
     if (joined.ok()) response->set_collective(*std::move(joined));
     reactor->Finish(joined.ok() ? grpc::Status::OK : ToGrpc(joined.status()));
   });
@@ -83,7 +95,8 @@ grpc::ServerUnaryReactor* WorkerService::JoinGroup(grpc::CallbackServerContext* 
 
 grpc::ServerBidiReactor<v1::StepRequest, v1::StepResponse>* WorkerService::Steps(
     grpc::CallbackServerContext*) {
-  return StepStream::Open(engine_);
+  ++open_calls_;
+  return StepStream::Open(engine_, [this] { EndCall(); });
 }
 
 grpc::ServerUnaryReactor* WorkerService::Drain(grpc::CallbackServerContext*, const v1::DrainRequest* request,

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 
+#include "common/clock.h"
 #include "kdt/v1/worker.grpc.pb.h"
 #include "worker/service/engine_thread.h"
 
@@ -37,6 +38,9 @@ class WorkerService : public v1::Worker::CallbackService {
     total_bytes_ = total;
   }
   void SetLoadError(const std::string& error);
+  // Whether a coordinator has a call open, or has called just now: one that forms the group calls all the
+  // time. From any thread.
+  bool used() const;
 
   grpc::ServerUnaryReactor* Describe(grpc::CallbackServerContext* context, const v1::DescribeRequest* request,
                                      v1::DescribeResponse* response) override;
@@ -49,11 +53,15 @@ class WorkerService : public v1::Worker::CallbackService {
                                   v1::DrainResponse* response) override;
 
  private:
+  void EndCall();
+
   const WorkerIdentity identity_;
   EngineThread* const engine_;
   const std::function<void(const std::string&)> on_drained_;
   std::atomic<uint64_t> loaded_bytes_{0};
   std::atomic<uint64_t> total_bytes_{0};
+  std::atomic<int> open_calls_{0};
+  std::atomic<int64_t> called_us_{MonotonicMicros()};  // one may be about to find this worker
   std::mutex mutex_;
   std::string load_error_;
 };

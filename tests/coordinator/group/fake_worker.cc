@@ -59,9 +59,11 @@ grpc::Status FakeWorker::JoinGroup(grpc::ServerContext* context, const v1::JoinG
   if (request->rank() != rank_ || request->epoch() <= epoch) {
     return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "epoch or rank");
   }
+  ++joins;
+  if (fault == Fault::kStopsAtJoin) fault = Fault::kSilent;
   if (fault == Fault::kJoinFails)
     return grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED, "no room to join");
-  if (fault == Fault::kJoinHangs) {
+  if (fault == Fault::kJoinHangs || fault == Fault::kSilent) {
     while (!context->IsCancelled()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
     return grpc::Status::CANCELLED;
   }
@@ -80,6 +82,7 @@ grpc::Status FakeWorker::Steps(grpc::ServerContext* context,
       case Fault::kNone:
       case Fault::kJoinFails:
       case Fault::kJoinHangs:
+      case Fault::kStopsAtJoin:
       case Fault::kSilent:
         break;
       case Fault::kHang:

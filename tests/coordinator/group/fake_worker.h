@@ -16,14 +16,15 @@ namespace kdt::testing {
 
 enum class Fault {
   kNone,
-  kHang,        // takes steps and never answers
-  kWaits,       // answers that it waited in vain for another rank
-  kFails,       // answers with an error of its own
-  kDigest,      // computes something else than the others
-  kJoinFails,   // has no room to join
-  kJoinHangs,   // waits in JoinGroup for a peer that does not come
-  kSilent,      // listens and tells nothing of itself
-  kEndsStream,  // as if the process had died
+  kHang,         // takes steps and never answers
+  kWaits,        // answers that it waited in vain for another rank
+  kFails,        // answers with an error of its own
+  kDigest,       // computes something else than the others
+  kJoinFails,    // has no room to join
+  kJoinHangs,    // waits in JoinGroup for a peer that does not come
+  kStopsAtJoin,  // is stopped when it is to join: from then on it says nothing
+  kSilent,       // listens and tells nothing of itself
+  kEndsStream,   // as if the process had died
 };
 
 class FakeWorker final : public v1::Worker::Service {
@@ -43,6 +44,7 @@ class FakeWorker final : public v1::Worker::Service {
   std::atomic<bool> drained{false};
   std::string drain_reason;  // once drained
   std::atomic<uint64_t> epoch{0};
+  std::atomic<uint32_t> joins{0};  // calls
 
   grpc::Status Describe(grpc::ServerContext*, const v1::DescribeRequest*,
                         v1::DescribeResponse* response) override;

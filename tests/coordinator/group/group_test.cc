@@ -5,13 +5,14 @@
 
 #include <condition_variable>
 #include <cstring>
+#include <filesystem>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <thread>
 
-#include "common/loss_note.h"
 #include "common/process.h"
+#include "common/worker_note.h"
 #include "coordinator/group/group_forming.h"
 #include "coordinator/group/rank_group.h"
 #include "tests/coordinator/group/fake_worker.h"
@@ -31,7 +32,7 @@ struct Ranks {
       workers.push_back(std::make_unique<FakeWorker>(address, rank, kTp));
     }
     options.step_timeout_ms = step_timeout_ms;
-    options.describe_timeout_ms = describe_timeout_ms;
+    options.forming.describe_ms = describe_timeout_ms;
     group = std::make_unique<RankGroup>(options);
   }
   ~Ranks() {
@@ -268,14 +269,116 @@ TEST_CASE("a rank that hangs when a new coordinator comes is found too, not one 
   CHECK(ranks.group->epoch() == (joined_before ? 8 : 1));
 }
 
-TEST_CASE("a line that comes again and again is told when it is new, else every ten seconds") {
+TEST_CASE("a rank that hangs between its answer and the join is found before the join's time is over") {
+  Ranks ranks(10000, 200);
+  for (auto& worker : ranks.workers) worker->fault = Fault::kJoinHangs;  // they wait for rank 2
+  ranks.workers[2]->fault = Fault::kStopsAtJoin;
+  ranks.group->Form();
+  const auto drained = [&](int rank) { return ranks.workers[rank]->drained.load(); };
+  for (int i = 0; i < 2000 && !(drained(0) && drained(1) && drained(3)); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  for (const int rank : {0, 1, 3}) {
+    REQUIRE(drained(rank));
+    CHECK(ranks.workers[rank]->drain_reason == "rank 2 hangs");
+  }
+  CHECK_FALSE(drained(2));
+  REQUIRE(ranks.WaitState(GroupState::kDown));
+  CHECK(ranks.group->reason() == "rank 2 hangs");
+  CHECK(ranks.group->Ranks()[2].last_error == "it has not answered for 0 s: it hangs");
+}
+
+TEST_CASE("a rank that tells of itself and never joins is taken for one that hangs") {
+  Ranks ranks;
+  ranks.options.forming.join_ms = 300;
+  ranks.group = std::make_unique<RankGroup>(ranks.options);
+  ranks.workers[1]->fault = Fault::kJoinHangs;
+  ranks.group->Form();
+  REQUIRE(ranks.WaitState(GroupState::kDown));
+  CHECK(ranks.group->reason() == "rank 1 hangs");
+  for (const int rank : {0, 2, 3}) CHECK(ranks.workers[rank]->drained);
+  CHECK_FALSE(ranks.workers[1]->drained);
+}
+
+TEST_CASE("when no other rank is ready, its launcher is told of a rank that hangs") {
+  Ranks ranks(10000, 200);
+  const bool joined_before = GENERATE(true, false);
+  for (auto& worker : ranks.workers) {
+    worker->description.set_ready(false);
+    worker->description.set_last_epoch(joined_before ? 7 : 0);
+  }
+  ranks.workers[3]->fault = Fault::kSilent;
+  ranks.group->Form();
+  // Before any epoch it is waited for longer: twelve silences instead of three.
+  const std::string note = ranks.dir + "/rank3.hangs";
+  for (int i = 0; i < 2000 && !std::filesystem::exists(note); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK(std::filesystem::exists(note));
+  for (const int rank : {0, 1, 2}) {
+    CHECK_FALSE(ranks.workers[rank]->drained);
+    CHECK_FALSE(std::filesystem::exists(ranks.dir + "/rank" + std::to_string(rank) + ".hangs"));
+  }
+  CHECK(TakeHangNote(ranks.options.addresses[3]));
+}
+
+TEST_CASE("a group that is given up does not wait for a rank that hangs in a step") {
+  Ranks ranks(600'000);
+  ranks.FormAndServe();
+  REQUIRE(ranks.Step().ok());
+  for (const int rank : {0, 2}) ranks.workers[rank]->fault = Fault::kHang;
+  std::thread gives_up([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    ranks.group->Abandon();
+  });
+  CHECK_FALSE(ranks.Step().ok());  // hangs for the step's time-out, ten minutes, if it waits
+  gives_up.join();
+  CHECK(ranks.group->state() == GroupState::kDown);
+  ranks.group->DrainWorkers();
+  for (const auto& worker : ranks.workers) CHECK(worker->drained);
+}
+
+TEST_CASE("ranks that are gone are known, and told from those that load") {
+  Ranks ranks;
+  ranks.FormAndServe();
+  REQUIRE(ranks.Step().ok());
+  CHECK(ranks.group->MayServeSoon());
+  const auto change = [&](int rank, bool ready) {
+    const std::lock_guard lock(ranks.workers[rank]->description_mutex);
+    ranks.workers[rank]->description.set_ready(ready);
+  };
+  for (int rank = 0; rank < kTp; ++rank) change(rank, false);
+  ranks.group->Reject("it is time to form again");
+  CHECK(ranks.group->MayServeSoon());  // nobody has been asked yet
+  ranks.group->Form();
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  CHECK(ranks.group->MayServeSoon());
+  const auto becomes = [&](bool may) {
+    for (int i = 0; i < 1000 && ranks.group->MayServeSoon() != may; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    return ranks.group->MayServeSoon() == may;
+  };
+  ranks.workers[1]->Stop();
+  CHECK(becomes(false));
+  ranks.workers[1]->Restart();
+  CHECK(becomes(true));
+  {
+    const std::lock_guard lock(ranks.workers[2]->description_mutex);
+    ranks.workers[2]->description.set_load_error("no room for the weights");
+  }
+  CHECK(becomes(false));
+  ranks.WaitState(GroupState::kDown);
+}
+
+TEST_CASE("lines that come again and again, also in turn, are each told once in ten seconds") {
   SeldomLine line;
   CHECK(line.Due("a", 1));
   CHECK_FALSE(line.Due("a", 9'000'000));
   CHECK(line.Due("b", 9'000'001));
-  CHECK(line.Due("a", 9'000'002));
-  CHECK_FALSE(line.Due("a", 19'000'001));
-  CHECK(line.Due("a", 19'000'002));
+  CHECK_FALSE(line.Due("a", 9'000'002));
+  CHECK(line.TakeUntold() == 2);
+  CHECK(line.TakeUntold() == 0);
+  CHECK(line.Due("a", 10'000'001));
+  CHECK_FALSE(line.Due("b", 19'000'000));
+  CHECK(line.Due("b", 19'000'001));
   SeldomLine slow(2'000'000);
   CHECK(slow.Due("1 of 9", 1));
   CHECK_FALSE(slow.Due("2 of 9", 1'000'000));

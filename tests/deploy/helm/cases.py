@@ -12,6 +12,7 @@ EVERYTHING = {
     "apiKeys": {"enabled": True, "secretName": "keys", "key": "list"},
     "service": {"type": "LoadBalancer", "port": 443, "annotations": {"a": "b"}},
     "serviceMonitor": {"enabled": True, "labels": {"release": "p"}},
+    "model": {"drafterPath": "drafter"},
     "worker": {"kvDtype": "bf16", "threads": 2, "extraArgs": ["--max_sequences=64"]},
     "coordinator": {"budget": 32, "extraArgs": ["--log_level=debug"], "preStopSleepSeconds": 0},
     "runtimeClassName": "nvidia",

@@ -58,6 +58,8 @@ BAD = [
     ("budget of more than a tree", merge(MODEL, {"coordinator": {"budget": 256}}), "'/coordinator/budget'"),
     ("no room for an answer", merge(MODEL, {"worker": {"maxContext": 1}}), "'/worker/maxContext': minimum: got 1, want 2"),
     ("budget", merge(MODEL, {"coordinator": {"budget": "many"}}), "'/coordinator/budget'"),
+    ("budget of nobody", merge(MODEL, {"coordinator": {"budget": 8}}), "coordinator.budget: does nothing without model.drafterPath"),
+    ("tree of nobody", merge(MODEL, {"coordinator": {"tree": "chain"}}), "coordinator.tree: does nothing without model.drafterPath"),
     ("digest", merge(MODEL, {"image": {"digest": "latest"}}), "'/image/digest'"),
     ("argument", merge(MODEL, {"worker": {"extraArgs": ["rm -rf"]}}), "'/worker/extraArgs/0'"),
     ("reading speed", merge(MODEL, {"load": {"readMiBPerSecond": 0}}), "'/load/readMiBPerSecond'"),

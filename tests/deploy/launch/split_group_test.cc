@@ -63,9 +63,10 @@ struct Pod {
     close(fd);
     return ntohs(address.sin_port);
   }
-  void StartWorkers() {
-    workers.emplace(Start("kdt-launch", {"--role=workers", "--tp=4", "--threads=1", "--socket_dir=" + dir,
-                                         "--on_loss=restart", "--", "--max_tree_nodes=64"}));
+  void StartWorkers(int drain_timeout_s = 30) {
+    workers.emplace(Start(
+        "kdt-launch", {"--role=workers", "--tp=4", "--threads=1", "--socket_dir=" + dir, "--on_loss=restart",
+                       "--drain_timeout_s=" + std::to_string(drain_timeout_s), "--", "--max_tree_nodes=64"}));
     REQUIRE(workers->WaitForLine("kdt workers started", kStartMs).ok());
   }
   void StartCoordinator() {
@@ -218,6 +219,29 @@ TEST_CASE("stopped at the same moment, the workers wait until the coordinator's 
   CHECK(pod.coordinator->exit_status() == 0);
   CHECK(pod.workers->WaitEnded(kStopMs));
   CHECK(pod.workers->exit_status() == 0);
+}
+
+TEST_CASE("workers that no coordinator uses end at once on a stop") {
+  Pod pod;
+  pod.StartWorkers(/*drain_timeout_s=*/600);
+  SECTION("none came") {
+    for (int rank = 0; rank < kTp; ++rank) {
+      const std::string socket = pod.dir + "/rank" + std::to_string(rank) + ".sock";
+      for (int i = 0; i < 4000 && !std::filesystem::exists(socket); ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
+  SECTION("it is gone") {
+    pod.StartCoordinator();
+    pod.coordinator->Signal(SIGKILL);
+    REQUIRE(pod.coordinator->WaitEnded(kStopMs));
+  }
+  pod.workers->Signal(SIGTERM);
+  CHECK(pod.workers->WaitEnded(kStopMs));
+  CHECK(pod.workers->exit_status() == 0);
+  INFO(pod.Log());
+  CHECK(pod.Log().find("no coordinator uses this rank: it ends") != std::string::npos);
+  CHECK(pod.Log().find("not ended by the coordinator") == std::string::npos);
 }
 
 TEST_CASE("a worker that hangs does not hold up a stop when the others have ended") {
@@ -444,6 +468,9 @@ TEST_CASE("contradictory flags are refused") {
            {"--role=worker"},
            {"--devices=0"},
            {"--draft_window=64"},
+           {"--budget=8"},
+           {"--tree=chain"},
+           {"--record_trees=/dev/null"},
            {"--max_restarts=3"},
            {"--role=workers", "--socket_dir=/tmp", "--budget=8"},
            {"--role=workers", "--socket_dir=/tmp", "--listen=127.0.0.1:0"},

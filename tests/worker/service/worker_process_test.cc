@@ -115,6 +115,11 @@ class Worker {
     return response;
   }
 
+  void CloseStream() {
+    stream_->WritesDone();
+    CHECK(stream_->Finish().ok());
+  }
+
   ChildProcess& process() { return *process_; }
   v1::Worker::Stub& stub() { return *stub_; }
   std::string Log() const { return ReadFile(log_); }
@@ -324,6 +329,26 @@ TEST_CASE("SIGTERM while loading or joining ends with status 0", "[worker]") {
     REQUIRE(worker->process().WaitEnded(kStartMs));
     CHECK(worker->process().exit_status() == 0);
   }
+}
+
+TEST_CASE("a worker that is to end when it is unused ends once its coordinator is gone", "[worker]") {
+  TempFolder folder;
+  Worker unused(folder, 0, 1);
+  unused.Start();
+  unused.process().Signal(kEndWhenUnused);
+  CHECK(unused.process().WaitEnded(kStartMs));
+  CHECK(unused.process().exit_status() == 0);
+
+  Worker used(folder, 0, 1);
+  used.Start();
+  REQUIRE(used.Join(1, absl::StrCat("process-test-", getpid(), "-used")).ok());
+  used.Send(PrefillStep({5, 6, 7}));
+  CHECK(used.Receive().error_code() == 0);
+  used.process().Signal(kEndWhenUnused);
+  CHECK_FALSE(used.process().WaitEnded(3000));
+  used.CloseStream();
+  CHECK(used.process().WaitEnded(kStartMs));
+  CHECK(used.process().exit_status() == 0);
 }
 
 TEST_CASE("with --die_with_parent a worker does not outlive the process that started it", "[worker]") {

@@ -29,6 +29,15 @@
 {{- end -}}
 {{- end -}}
 
+{{- if not $v.model.drafterPath -}}
+{{- if ne (toString $v.coordinator.budget) "auto" -}}
+{{- fail "coordinator.budget: does nothing without model.drafterPath" -}}
+{{- end -}}
+{{- if ne $v.coordinator.tree "best-first" -}}
+{{- fail "coordinator.tree: does nothing without model.drafterPath" -}}
+{{- end -}}
+{{- end -}}
+
 {{- if $v.model.copy.enabled -}}
 {{- if $v.model.shipped -}}
 {{- fail "model.copy.enabled: the shipped model needs no copy" -}}

@@ -1,4 +1,4 @@
-#include "common/loss_note.h"
+#include "common/worker_note.h"
 
 #include <filesystem>
 #include <fstream>
@@ -13,9 +13,10 @@ namespace {
 constexpr size_t kMaxBytes = 1024;
 
 // Empty for an address that is no socket's.
-std::string PathOf(absl::string_view address) {
-  return absl::ConsumePrefix(&address, "unix:") ? absl::StrCat(address, ".lost") : std::string();
+std::string PathOf(absl::string_view address, absl::string_view suffix = ".lost") {
+  return absl::ConsumePrefix(&address, "unix:") ? absl::StrCat(address, suffix) : std::string();
 }
+constexpr absl::string_view kHangs = ".hangs";
 
 }  // namespace
 
@@ -46,6 +47,16 @@ std::string ReadLossNote(const std::string& address) {
   file.read(line.data(), static_cast<std::streamsize>(line.size()));
   line.resize(static_cast<size_t>(file.gcount()));
   return line.substr(0, line.find('\n'));
+}
+
+void WriteHangNote(const std::string& address) {
+  if (const std::string path = PathOf(address, kHangs); !path.empty()) std::ofstream file(path);
+}
+
+bool TakeHangNote(const std::string& address) {
+  std::error_code error;
+  const std::string path = PathOf(address, kHangs);
+  return !path.empty() && std::filesystem::remove(path, error);
 }
 
 }  // namespace kdt
