@@ -169,25 +169,55 @@ struct TilePlace {
   bool second;  // of the second part
 };
 
-// Rows of y, from sum_of(row, out): the sums of four outputs.
-template <typename S, typename SumOf>
+// Rows of y: sum_of(load(row, out)) are the sums of four outputs. Of kRounds rounds of the block's threads all
+// loads are on their way before the first one's value is needed.
+template <typename S, int kRounds, typename Load, typename SumOf>
 __device__ __forceinline__ void StoreTile(const StreamParams& p, const StreamPart& part, const TilePlace& at,
-                                          const SumOf& sum_of) {
+                                          const Load& load, const SumOf& sum_of) {
+  using Loaded = decltype(load(0, 0));
   if (part.gated) {
-    for (int i = threadIdx.x; i < at.rows * (S::kOuts / 8); i += S::kThreads) {
-      const int row = i / (S::kOuts / 8), four = i % (S::kOuts / 8), out = four / 2 * 16 + four % 2 * 4;
-      if (at.block_out + out >= part.outs) continue;
-      StoreGated(part, (at.first_row + row) * part.y_stride + at.block_out / 2 + four * 4, sum_of(row, out),
-                 sum_of(row, out + 8));
+    constexpr int kHere = kRounds > 1 ? kRounds / 2 : 1, kEights = S::kOuts / 8;
+    const int count = at.rows * kEights;
+    const auto place = [&](int i, int* row, int* out) {
+      *row = i / kEights, *out = i % kEights / 2 * 16 + i % 2 * 4;
+      return i < count && at.block_out + *out < part.outs;
+    };
+    for (int first = threadIdx.x; first < count; first += kHere * S::kThreads) {
+      Loaded gate[kHere], up[kHere];
+      int row, out;
+#pragma unroll
+      for (int r = 0; r < kHere; ++r) {
+        if (place(first + r * S::kThreads, &row, &out)) gate[r] = load(row, out), up[r] = load(row, out + 8);
+      }
+#pragma unroll
+      for (int r = 0; r < kHere; ++r) {
+        const int i = first + r * S::kThreads;
+        if (place(i, &row, &out))
+          StoreGated(part, (at.first_row + row) * part.y_stride + at.block_out / 2 + i % kEights * 4,
+                     sum_of(gate[r]), sum_of(up[r]));
+      }
     }
     return;
   }
-  for (int i = threadIdx.x; i < at.rows * (S::kOuts / 4); i += S::kThreads) {
-    const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
-    if (at.block_out + out >= part.outs) continue;
-    StoreOuts(part, p.accumulate,
-              blockIdx.z * p.y_head + (at.first_row + row) * part.y_stride + at.block_out + out,
-              at.block_out + out, sum_of(row, out));
+  const int count = at.rows * (S::kOuts / 4);
+  const auto place = [&](int i, int* row, int* out) {
+    *row = i / (S::kOuts / 4), *out = i % (S::kOuts / 4) * 4;
+    return i < count && at.block_out + *out < part.outs;
+  };
+  for (int first = threadIdx.x; first < count; first += kRounds * S::kThreads) {
+    Loaded loaded[kRounds];
+    int row, out;
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      if (place(first + r * S::kThreads, &row, &out)) loaded[r] = load(row, out);
+    }
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      if (place(first + r * S::kThreads, &row, &out))
+        StoreOuts(part, p.accumulate,
+                  blockIdx.z * p.y_head + (at.first_row + row) * part.y_stride + at.block_out + out,
+                  at.block_out + out, sum_of(loaded[r]));
+    }
   }
 }
 
@@ -215,7 +245,7 @@ __device__ __forceinline__ void StoreSums(const StreamParams& p, const StreamPar
     return sum;
   };
   if (p.splits == 1) {
-    StoreTile<S>(p, part, at, of_warps);
+    StoreTile<S, 1>(p, part, at, of_warps, [](const float4& sum) { return sum; });
     return;
   }
   for (int i = threadIdx.x; i < at.rows * (S::kOuts / 4); i += S::kThreads) {
@@ -235,20 +265,31 @@ __device__ __forceinline__ void AddShares(const StreamParams& p, const StreamPar
   const int tiles = (gridDim.y - p.others) / p.splits;
   if (!ComesLast(p.counters + (blockIdx.z * gridDim.x + blockIdx.x) * tiles + at.tile, p.splits)) return;
   const auto add = [&]<int kShares>(std::integral_constant<int, kShares>) {
-    StoreTile<S>(p, part, at, [&](int row, int out) {
-      int64_t share;
-      const float* const from = TileShares(p, at, row, out, &share);
-      float4 v[kShares];  // all on their way at once, those past the last one for nothing
+    struct Shares {
+      float4 v[kShares];
+    };
+    // As many rounds as there are, up to 64 registers.
+    constexpr int kAll = (S::kRows * (S::kOuts / 4) + S::kThreads - 1) / S::kThreads;
+    StoreTile<S, (kAll < 16 / kShares ? kAll : 16 / kShares)>(
+        p, part, at,
+        [&](int row, int out) {
+          int64_t share;
+          const float* const from = TileShares(p, at, row, out, &share);
+          Shares shares;  // those past the last one for nothing
 #pragma unroll
-      for (int s = 0; s < kShares; ++s)
-        v[s] = __ldcg(reinterpret_cast<const float4*>(from + (s < p.splits ? s : 0) * share));
-      float4 sum = v[0];
+          for (int s = 0; s < kShares; ++s)
+            shares.v[s] = __ldcg(reinterpret_cast<const float4*>(from + (s < p.splits ? s : 0) * share));
+          return shares;
+        },
+        [&](const Shares& shares) {
+          float4 sum = shares.v[0];
 #pragma unroll
-      for (int s = 1; s < kShares; ++s) {
-        if (s < p.splits) sum = make_float4(sum.x + v[s].x, sum.y + v[s].y, sum.z + v[s].z, sum.w + v[s].w);
-      }
-      return sum;
-    });
+          for (int s = 1; s < kShares; ++s) {
+            const float4& v = shares.v[s];
+            if (s < p.splits) sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+          }
+          return sum;
+        });
   };
   if (p.splits <= 4) {
     add(std::integral_constant<int, 4>{});
