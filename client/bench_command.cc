@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdio>
 #include <fstream>
+#include <iterator>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -19,17 +20,14 @@
 #include "client/percentiles.h"
 #include "client/report.h"
 #include "client/request_flags.h"
-
-namespace kdt {
-constexpr int kPromptTokens = 64, kOutputTokens = 64;  // by its value a flag is known to have been set
-}  // namespace kdt
+#include "common/flags.h"
+#include "common/json_fault.h"
 
 ABSL_FLAG(int, concurrency, 1, "requests under way at once");
 ABSL_FLAG(int, requests, 16, "requests in all");
 ABSL_FLAG(int, warmup, 1, "requests before those that count");
-ABSL_FLAG(int, prompt_tokens, kdt::kPromptTokens, "length of the made-up prompts");
-ABSL_FLAG(int, output_tokens, kdt::kOutputTokens,
-          "tokens to generate each; with made-up prompts the end token is ignored");
+ABSL_FLAG(int, prompt_tokens, 64, "length of the made-up prompts");
+ABSL_FLAG(int, output_tokens, 64, "tokens to generate each; with made-up prompts the end token is ignored");
 ABSL_FLAG(std::string, prompts, "", "JSON file of prompt texts, taken in turn, instead of made-up ones");
 ABSL_FLAG(bool, json, false, "print one JSON object instead of the table");
 
@@ -85,9 +83,14 @@ absl::StatusOr<std::vector<v1::GenerateRequest>> MadeUpRequests(GenerationStub& 
 
 absl::StatusOr<std::vector<v1::GenerateRequest>> RequestsFromFile(const std::string& path,
                                                                   const v1::GenerateRequest& base) {
-  std::ifstream file(path);
+  std::ifstream file(path, std::ios::binary);
   if (!file) return absl::NotFoundError(absl::StrCat("--prompts: cannot read ", path));
-  const nlohmann::json parsed = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  const std::string content((std::istreambuf_iterator<char>(file)), {});
+  const nlohmann::json parsed = nlohmann::json::parse(content, nullptr, /*allow_exceptions=*/false);
+  if (parsed.is_discarded()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--prompts: ", path, ": not valid JSON: ", JsonFault(content)));
+  }
   const nlohmann::json& list = parsed.is_object() && parsed.contains("prompts") ? parsed["prompts"] : parsed;
   const auto bad = [&] {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -175,15 +178,15 @@ int BenchCommand(const std::vector<std::string>& args) {
   if (output_tokens < 1) return WrongCall("--output_tokens: less than 1");
   if (absl::GetFlag(FLAGS_prompt_tokens) < 1) return WrongCall("--prompt_tokens: less than 1");
 
-  if (!absl::GetFlag(FLAGS_prompts).empty() && absl::GetFlag(FLAGS_prompt_tokens) != kPromptTokens)
+  if (!absl::GetFlag(FLAGS_prompts).empty() && FlagIsSet("prompt_tokens"))
     return WrongCall("--prompt_tokens: it is for made-up prompts, not for those of --prompts");
   v1::GenerateRequest base;
   if (const absl::Status status = RequestFromFlags(&base); !status.ok()) return Failed(status);
-  if (base.stop().has_max_tokens() && output_tokens != kOutputTokens)
+  if (base.stop().has_max_tokens() && FlagIsSet("output_tokens"))
     return WrongCall("--max_tokens and --output_tokens: one of them is enough");
   if (!base.stop().has_max_tokens())
     base.mutable_stop()->set_max_tokens(static_cast<uint32_t>(output_tokens));
-  const auto stub = ConnectFromFlags();
+  const auto stub = ConnectForRequests();
   if (!stub.ok()) return Failed(stub.status());
   const std::string path = absl::GetFlag(FLAGS_prompts);
   auto requests =

@@ -61,7 +61,7 @@ int ChatCommand(const std::vector<std::string>& args) {
     message->set_role("system");
     message->set_content(system);
   }
-  absl::StatusOr<std::unique_ptr<GenerationStub>> stub = ConnectFromFlags();
+  absl::StatusOr<std::unique_ptr<GenerationStub>> stub = ConnectForRequests();
   if (!stub.ok()) return Failed(stub.status());
 
   if (const std::string message = absl::GetFlag(FLAGS_message); !message.empty()) {

@@ -70,7 +70,7 @@ int GenerateCommand(const std::vector<std::string>& args) {
   v1::GenerateRequest request;
   request.set_text(prompt);
   if (const absl::Status status = RequestFromFlags(&request); !status.ok()) return Failed(status);
-  absl::StatusOr<std::unique_ptr<GenerationStub>> stub = ConnectFromFlags();
+  absl::StatusOr<std::unique_ptr<GenerationStub>> stub = ConnectForRequests();
   if (!stub.ok()) return Failed(stub.status());
 
   const bool several = request.sampling().n() > 1;

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
+#include "common/json_fault.h"
 #include "common/status.h"
 #include "coordinator/ddtree/ddtree.h"
 #include "nlohmann/json.hpp"
@@ -188,7 +189,9 @@ absl::StatusOr<std::vector<Case>> ReadCases(const Options& options) {
   if (!file) return absl::NotFoundError(absl::StrCat(options.file, ": cannot be opened"));
   const std::string text((std::istreambuf_iterator<char>(file)), {});
   const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (json.is_discarded()) return absl::InvalidArgumentError(absl::StrCat(options.file, ": not valid JSON"));
+  if (json.is_discarded()) {
+    return absl::InvalidArgumentError(absl::StrCat(options.file, ": not valid JSON: ", JsonFault(text)));
+  }
   std::vector<Case> cases;
   const Json list = json.is_array() ? json : Json::array({json});
   for (size_t i = 0; i < list.size(); ++i) {

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "absl/strings/str_cat.h"
+#include "common/json_fault.h"
 #include "common/status.h"
 #include "nlohmann/json.hpp"
 
@@ -100,10 +101,9 @@ absl::StatusOr<JsonConfig> JsonConfig::Parse(absl::string_view text, const std::
     }
     return true;
   };
-  try {
-    impl->shared->root = Json::parse(text, watch);
-  } catch (const Json::exception& error) {
-    return absl::InvalidArgumentError(absl::StrCat(name, ": not valid JSON: ", error.what()));
+  impl->shared->root = Json::parse(text, watch, /*allow_exceptions=*/false);
+  if (impl->shared->root.is_discarded()) {
+    return absl::InvalidArgumentError(absl::StrCat(name, ": not valid JSON: ", JsonFault(text)));
   }
   if (!duplicate.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(name, ": field \"", duplicate, "\" occurs twice"));

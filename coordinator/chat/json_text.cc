@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "common/json_fault.h"
 #include "nlohmann/json.hpp"
 
 namespace kdt {
@@ -36,16 +37,13 @@ absl::StatusOr<std::string> CompactJsonObject(const std::string& text) {
     }
     return true;
   };
-  try {
-    const Json json = Json::parse(text, watch);
-    if (too_deep) return absl::InvalidArgumentError(absl::StrCat("has more than ", kMaxDepth, " levels"));
-    if (has_duplicate)
-      return absl::InvalidArgumentError(absl::StrCat("has the key \"", duplicate, "\" twice"));
-    if (!json.is_object()) return absl::InvalidArgumentError("must be a JSON object");
-    return json.dump();
-  } catch (const Json::exception& error) {
-    return absl::InvalidArgumentError(absl::StrCat("is not valid JSON: ", error.what()));
-  }
+  const Json json = Json::parse(text, watch, /*allow_exceptions=*/false);
+  if (json.is_discarded())
+    return absl::InvalidArgumentError(absl::StrCat("is not valid JSON: ", JsonFault(text)));
+  if (too_deep) return absl::InvalidArgumentError(absl::StrCat("has more than ", kMaxDepth, " levels"));
+  if (has_duplicate) return absl::InvalidArgumentError(absl::StrCat("has the key \"", duplicate, "\" twice"));
+  if (!json.is_object()) return absl::InvalidArgumentError("must be a JSON object");
+  return json.dump();
 }
 
 bool IsJsonObject(const std::string& text) {

@@ -17,9 +17,9 @@ namespace {
 constexpr int kEndWithinMs = 20000;
 
 struct Served {
-  explicit Served(const SchedulerOptions& options = {}, bool forms = true)
+  explicit Served(const SchedulerOptions& options = {}, bool forms = true, const ToyOptions& toy = {})
       : dir(*MakeTempDir("kdt-test-")),
-        harness(ToyOptions(), options),
+        harness(toy, options),
         server(*ApiServer::Start(*ParseAddress("127.0.0.1:0", "listen"), GoldenServedModel(), &harness.group,
                                  harness.scheduler.get())) {
     harness.group.on_step = [this](const v1::StepRequest&) {
@@ -140,6 +140,44 @@ TEST_CASE("a flag that a command does not take is refused by name") {
           "--max_tokens and --output_tokens: one of them is enough");
 }
 
+TEST_CASE("flags that would do nothing, and empty ones, are refused by name") {
+  const auto refused = [](Served& served, const std::string& arguments, const std::string& text) {
+    INFO(arguments);
+    CHECK(served.Run(absl::StrCat(arguments, " 2>", served.dir, "/err"), 1).empty());
+    std::ostringstream told;
+    told << std::ifstream(served.dir + "/err").rdbuf();
+    CHECK(told.str() == absl::StrCat("kdt: INVALID_ARGUMENT: ", text, "\n"));
+  };
+  Served plain;
+  refused(plain, "generate a --stop ''", "--stop: a stop string is empty");
+  refused(plain, "generate a --stop x,,y", "--stop: a stop string is empty");
+  refused(plain, "chat --message a --stop ''", "--stop: a stop string is empty");
+  refused(plain, "generate a --logit_bias ''", "--logit_bias: \"\" is not ID:BIAS");
+  refused(plain, "generate a --budget 5 --speculation off", "--budget does nothing with --speculation=off");
+  for (const std::string command : {"generate a", "chat --message a", "bench"}) {
+    refused(plain, command + " --budget 5", "--budget does nothing with a server that has no drafter");
+    refused(plain, command + " --speculation chain",
+            "--speculation does nothing with a server that has no drafter");
+  }
+  plain.Run("generate a --nosummary --max_tokens 2 --speculation off");
+
+  ToyOptions toy;
+  toy.block_size = 8;
+  Served drafts(SchedulerOptions(), true, toy);
+  drafts.Run("generate a --nosummary --max_tokens 2 --budget 5 --speculation tree");
+}
+
+TEST_CASE("a file of prompts that is not valid JSON is told with the place of the fault") {
+  Served served;
+  std::ofstream(served.dir + "/prompts") << "[\"one\",\n \"two\" \"three\"]";
+  served.Run(absl::StrCat("bench --prompts ", served.dir, "/prompts 2>", served.dir, "/err"), 1);
+  std::ostringstream told;
+  told << std::ifstream(served.dir + "/err").rdbuf();
+  CHECK(told.str() == absl::StrCat("kdt: INVALID_ARGUMENT: --prompts: ", served.dir,
+                                   "/prompts: not valid JSON: line 2, column 8: expected ',' or ']', found "
+                                   "'\"'\n"));
+}
+
 TEST_CASE("every flag is taken by the commands that it is for") {
   Served served;
   // All that bench, chat and tokenize take beside what other tests give.
@@ -151,7 +189,7 @@ TEST_CASE("every flag is taken by the commands that it is for") {
       " --temperature 0.5 --top_p 0.9 --top_k 9 --min_p 0.01 --repetition_penalty 1.1 --frequency_penalty "
       "0.1 "
       "--presence_penalty 0.1 --logit_bias 5:1 --seed 3 --min_tokens 1 --stop zz --ignore_eos --include_stop "
-      "--priority 1 --speculation off --budget 0 ";
+      "--priority 1 --speculation off ";
   served.Run(absl::StrCat("generate a --noecho --nosummary --max_tokens 2", request));
   served.Run(absl::StrCat("bench --requests 1 --warmup 0 --max_tokens 2", request));
   CHECK_FALSE(served.Run("tokenize a --parse_special").empty());

@@ -42,7 +42,10 @@ TEST_CASE("JsonConfig names file, path and fault") {
     return std::string(config->status().message());
   };
   const auto nothing = [](JsonConfig&) {};
-  CHECK_THAT(error("{", nothing), ContainsSubstring("f.json") && ContainsSubstring("valid JSON"));
+  CHECK(
+      error("{", nothing) ==
+      "f.json: not valid JSON: line 1, column 2: expected a field's name in double quotes or '}', found the "
+      "end of the text");
   CHECK_THAT(error("[1]", nothing), ContainsSubstring("not a JSON object"));
   CHECK_THAT(error(R"({"a":1,"a":2})", nothing), ContainsSubstring("\"a\" occurs twice"));
   CHECK_THAT(error("{\"a\":" + std::string(100, '[') + std::string(100, ']') + "}", nothing),
@@ -58,7 +61,8 @@ TEST_CASE("JsonConfig names file, path and fault") {
              ContainsSubstring("must be an integer"));
   CHECK_THAT(error(R"({"n":18446744073709551615})", [](JsonConfig& c) { c.Int("n", -9, 9); }),
              ContainsSubstring("n must"));
-  CHECK_THAT(error(R"({"n":1e999})", nothing), ContainsSubstring("f.json"));
+  CHECK(error(R"({"n":1e999})", nothing) ==
+        "f.json: not valid JSON: line 1, column 6: the number is too large");
   CHECK_THAT(error(R"({"a":{"n":5}})", [](JsonConfig& c) { c.Object("a").Int("n", 1, 2); }),
              ContainsSubstring("a.n must"));
   CHECK_THAT(error(R"({"l":[1,9]})", [](JsonConfig& c) { c.IntOrList("l", 1, 2); }),

@@ -49,7 +49,9 @@ TEST_CASE("kdt tree --json gives the reference trees") {
 }
 
 TEST_CASE("kdt tree names what is wrong") {
-  CHECK_THAT(Error("{", {}), ContainsSubstring("case.json: not valid JSON"));
+  CHECK_THAT(
+      Error("[\n  }", {}),
+      ContainsSubstring("case.json: not valid JSON: line 2, column 3: expected a value or ']', found '}'"));
   CHECK_THAT(Error("[7]", {}), ContainsSubstring("case 0: is not an object"));
   CHECK_THAT(Error("{}", {}), ContainsSubstring("topk_ids"));
   CHECK_THAT(Error(R"({"topk_ids":[[1]],"topk_logprobs":[[-1]]})", {}), ContainsSubstring("budget"));
