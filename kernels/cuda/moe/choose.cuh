@@ -51,9 +51,10 @@ class RowChoice {
   }
   // room.ids: complete where the row's first warp has been here.
   __device__ __forceinline__ void Choose() {
-    if (row_ >= p_.rows) return;
     if (!real_) {
-      if (member_ == 0 && lane_ < p_.top_k) room_.ids[row_ * p_.top_k + lane_] = -1;
+      if (row_ < p_.rows && member_ == 0 && lane_ < p_.top_k) room_.ids[row_ * p_.top_k + lane_] = -1;
+      Meet();
+      Meet();
       return;
     }
     const uint32_t bound = Bound();
@@ -75,7 +76,7 @@ class RowChoice {
       }
       at += __popc(all[i]);
     }
-    NamedBarrier(1 + row_, kWarps * 32);
+    Meet();
     if (member_ == 0) Rank();
   }
   // Weights of the row's pairs, to the block's, and with `publish` all for others. room is needed no more.
@@ -98,6 +99,8 @@ class RowChoice {
 
  private:
   __device__ __forceinline__ bool There(int i) const { return first_ + 32 * i < p_.experts; }
+  // The warps of a row, also of one that is not there: tools that check for races count each warp's barriers.
+  __device__ __forceinline__ void Meet() const { NamedBarrier(1 + row_, kWarps * 32); }
   __device__ __forceinline__ unsigned Below() const { return (1u << lane_) - 1; }
   __device__ __forceinline__ uint32_t& Key(int at) const {
     return reinterpret_cast<uint32_t*>(room_.keys[row_])[at];
@@ -114,7 +117,7 @@ class RowChoice {
     const int group = lane_ % kChoiceGroups;
     reinterpret_cast<uint32_t*>(room_.most[row_])[group * 2 * kWarps + member_ * 2 + lane_ / kChoiceGroups] =
         most;
-    NamedBarrier(1 + row_, kWarps * 32);
+    Meet();
 #pragma unroll
     for (int i = 0; i < kWarps / 2; ++i) {
       const uint4 v = room_.most[row_][group * (kWarps / 2) + i];

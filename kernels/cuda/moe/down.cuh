@@ -46,12 +46,15 @@ template <Form kForm>
 __device__ __forceinline__ void Worker<kForm>::Down() {
   const int inner = static_cast<int>(p_.w.inner);
   const int steps = (p_.inner_groups + kStep - 1) / kStep;
-  if (kDirect) __syncthreads();              // the exchange becomes the products
-  if (kDirect && state().next.tiles == 0) {  // more warps than experts
-    for (int item = state().item; item < p_.down_tiles; item += static_cast<int>(gridDim.x) * kDirectTeams)
+  if (kDirect) __syncthreads();  // the exchange becomes the products
+  int item = kPairs ? static_cast<int>(blockIdx.x) : FirstTile(warp_);
+  for (;;) {
+    if (state().next.tiles == 0 || (kDirect && state().next.tile != item)) {
+      if (!kDirect || item >= p_.down_tiles) break;
       SumExperts(item);
-  }
-  while (state().next.tiles > 0) {
+      item += static_cast<int>(gridDim.x) * kDirectTeams;
+      continue;
+    }
     const Cell cell = state().next;
     const int begin = choice().begin[cell.active], count = choice().begin[cell.active + 1] - begin;
     if (!kDirect) DrawDown();
@@ -147,7 +150,6 @@ __device__ __forceinline__ void Worker<kForm>::Down() {
       }
       if (kPairs) break;
     }
-    if (kDirect && (state().next.tiles == 0 || state().next.tile != cell.tile)) SumExperts(cell.tile);
   }
 }
 
