@@ -20,9 +20,9 @@ constexpr int kWarps = kRows / 16;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kKeys = 32;  // a tile
 constexpr int kStages = 4;
-constexpr int kMinSplitKeys = 64;
+constexpr int kMinSplitKeys = 32;
 constexpr int kMaxSplits = 512;
-constexpr int kMergeWarps = 16;
+constexpr int kMergeWarps = 16, kMergeAhead = 9;
 constexpr float kLog2E = 1.44269504f;
 constexpr float kNone = -1e30f;  // below every finite score
 
@@ -65,7 +65,7 @@ struct Shape {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kBlocks = 1;
 #else
-constexpr int kBlocks = 3;
+constexpr int kBlocks = 2;
 #endif
 
 template <int kDim>
@@ -80,10 +80,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) DraftKernel(const __grid_co
   const int tiles = (block * group + kRows - 1) / kRows;
   const int tile = blockIdx.x % tiles, kv_head = blockIdx.x / tiles, sequence = blockIdx.y,
             split = blockIdx.z;
-  WaitForPrevious();
+  // Lengths, slots and the context's keys: rule 5 of launch.cuh.
   const Cut cut = CutOf(p, sequence);
-  if (split >= cut.splits) return;
+  if (split >= cut.splits) {
+    WaitForPrevious();
+    return;
+  }
   const int begin = SplitBegin(cut, split), end = SplitBegin(cut, split + 1);
+  if (end > cut.context) WaitForPrevious();  // the block's own keys
   const int rounds = (end - begin + kKeys - 1) / kKeys;
 
   // Loading. A warp brings eight keys of a tile; lane 8 j + n holds where the n-th of them lies in the j-th
@@ -125,6 +129,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) DraftKernel(const __grid_co
   };
 #pragma unroll
   for (int r = 0; r < kStages - 1; ++r) load(r);
+  WaitForPrevious();
 
   // Queries, rows g and g + 8 of the warp's sixteen.
   const auto query_row = [&](int row) { return tile * kRows + warp * 16 + row; };
@@ -252,13 +257,27 @@ __global__ void __launch_bounds__(32 * kMergeWarps) MergeKernel(const __grid_con
   const int sequence = blockIdx.y, kv_head = head / group;
   const int flat = row * group + head % group;
   LaunchDependents();
-  WaitForPrevious();
-  const Cut cut = CutOf(p, sequence);
+  const Cut cut = CutOf(p, sequence);  // rule 5 of launch.cuh
   const int64_t first =
       ((static_cast<int64_t>(sequence) * a.kv_heads * tiles + kv_head * tiles + flat / kRows) * p.splits) *
           kRows +
       flat % kRows;
   const int mine = threadIdx.x;  // a split a thread
+  const auto load = [&](int split, float(&v)[kColumns]) {
+    const float* from = p.partial + (first + static_cast<int64_t>(split) * kRows) * kDim + lane * kColumns;
+    if constexpr (kColumns == 4) {
+      *reinterpret_cast<float4*>(v) = __ldcg(reinterpret_cast<const float4*>(from));
+    } else {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) v[c] = __ldcg(from + c);
+    }
+  };
+  WaitForPrevious();
+  float ahead[kMergeAhead][kColumns];  // the first splits' are on their way before their weights are known
+#pragma unroll
+  for (int i = 0; i < kMergeAhead; ++i) {
+    if (warp + i * kMergeWarps < cut.splits) load(warp + i * kMergeWarps, ahead[i]);
+  }
   float2 ml = make_float2(kNone, 0.0f);
   if (mine < cut.splits) ml = __ldcg(p.ml + first + static_cast<int64_t>(mine) * kRows);
   float top = ml.x;
@@ -274,18 +293,19 @@ __global__ void __launch_bounds__(32 * kMergeWarps) MergeKernel(const __grid_con
   if (lane == 0) sums[warp] = sum;
   __syncthreads();
   float acc[kColumns] = {};
+  const auto add = [&](int split, const float(&v)[kColumns]) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) acc[c] = fmaf(weights[split], v[c], acc[c]);
+  };
+#pragma unroll
+  for (int i = 0; i < kMergeAhead; ++i) {
+    if (warp + i * kMergeWarps < cut.splits) add(warp + i * kMergeWarps, ahead[i]);
+  }
 #pragma unroll 4
-  for (int s = warp; s < cut.splits; s += kMergeWarps) {
-    const float* from = p.partial + (first + static_cast<int64_t>(s) * kRows) * kDim + lane * kColumns;
+  for (int split = warp + kMergeAhead * kMergeWarps; split < cut.splits; split += kMergeWarps) {
     float v[kColumns];
-    if constexpr (kColumns == 4) {
-      *reinterpret_cast<float4*>(v) = __ldcg(reinterpret_cast<const float4*>(from));
-    } else {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) v[c] = __ldcg(from + c);
-    }
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) acc[c] = fmaf(weights[s], v[c], acc[c]);
+    load(split, v);
+    add(split, v);
   }
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) merge[warp][lane * kColumns + c] = acc[c];
@@ -304,10 +324,10 @@ cudaError_t Run(const Launch& launch, const kernels::DraftAttentionArgs& args) {
   const int64_t tiles = (args.block * (args.heads / args.kv_heads) + kRows - 1) / kRows;
   const int64_t items = args.sequences * args.kv_heads * tiles;
   constexpr size_t kSplitBytes = kRows * (kDim * sizeof(float) + sizeof(float2));
-  // Three blocks a multiprocessor keep enough bytes in flight; what the workspace has room for.
+  // Two blocks a multiprocessor keep enough bytes in flight; what the workspace has room for.
   const int64_t room = static_cast<int64_t>(launch.workspace_bytes / kSplitBytes) / items;
   const int64_t splits =
-      std::min({std::max<int64_t>(1, 3 * launch.processors / items), room, int64_t{kMaxSplits}});
+      std::min({std::max<int64_t>(1, 2 * launch.processors / items), room, int64_t{kMaxSplits}});
   if (splits < 1 || items / args.sequences > 65535 || args.sequences > 65535) return cudaErrorInvalidValue;
   Params p{args, static_cast<int>(splits), static_cast<float*>(launch.workspace), nullptr};
   p.ml = reinterpret_cast<float2*>(p.partial + items * splits * kRows * kDim);

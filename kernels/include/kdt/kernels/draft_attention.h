@@ -2,6 +2,8 @@
 // Sequence s has `block` consecutive query rows (s * block ..). Its keys are the context positions
 // window_begin[s] .. context_length[s] - 1 through slot_table, whose K and V lie in the pool, then the block's own K/V rows.
 //   out[r, h] = sum_k softmax_k(scale * q[r, h] . K_k[h / (heads / kv_heads)]) V_k[...]
+// On CUDA window_begin, context_length, the slot table and the context's rows of the pool are read before the kernels in front have
+// finished, as verify_attention.h says.
 // Keys are summed in position order on the CPU. CUDA takes head dimensions 32, 64 and 128, and splits the keys by the length.
 #pragma once
 
