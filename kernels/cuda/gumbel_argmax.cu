@@ -9,9 +9,10 @@
 namespace kdt::cuda {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
 constexpr int64_t kManyRows = 512;  // from here on a block a row fills the chip
-constexpr int kParts = 8;           // blocks a row below
+constexpr int kParts = 20;          // blocks a row below: of 20480 tokens a thread has four
+static_assert(kParts <= 32);
 
 struct Found {
   Best best;
@@ -21,6 +22,7 @@ struct Found {
 __global__ void __launch_bounds__(kThreads)
     GumbelKernel(const __grid_constant__ kernels::GumbelArgmaxArgs args, Found* found, unsigned* counters) {
   __shared__ Best shared[32];
+  __shared__ bool last;
   LaunchDependents();
   WaitForPrevious();
   const float* logits = static_cast<const float*>(args.logits.data) + blockIdx.x * args.logits.stride;
@@ -49,21 +51,29 @@ __global__ void __launch_bounds__(kThreads)
   }
   best = BlockBest(best, shared);
   finite = __syncthreads_and(finite);
-  if (threadIdx.x != 0) return;
   if (gridDim.y > 1) {
     Found* const mine = found + blockIdx.x * gridDim.y;
-    mine[blockIdx.y] = {best, finite ? 1 : 0};
-    __threadfence();
-    if (atomicAdd(counters + blockIdx.x, 1u) != gridDim.y - 1) return;
-    counters[blockIdx.x] = 0;
-    __threadfence();
-    best = {0.0f, -1};
-    for (unsigned i = 0; i < gridDim.y; ++i) {
-      const volatile Found& other = mine[i];
-      best = Better(best, {other.best.value, other.best.index});
-      finite = finite && other.finite != 0;
+    if (threadIdx.x == 0) {
+      mine[blockIdx.y] = {best, finite ? 1 : 0};
+      __threadfence();
+      last = atomicAdd(counters + blockIdx.x, 1u) == gridDim.y - 1;
+      if (last) counters[blockIdx.x] = 0;
+      __threadfence();
     }
+    __syncthreads();
+    if (!last || threadIdx.x >= 32) return;
+    Found other{{0.0f, -1}, 1};
+    if (threadIdx.x < gridDim.y) {
+      const volatile Found& from = mine[threadIdx.x];
+      other = {{from.best.value, from.best.index}, from.finite};
+    }
+    best = other.best;
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1)
+      best = Better(best, {__shfl_xor_sync(~0u, best.value, d), __shfl_xor_sync(~0u, best.index, d)});
+    finite = __all_sync(~0u, other.finite != 0);
   }
+  if (threadIdx.x != 0) return;
   args.id[blockIdx.x] = best.index;
   args.value[blockIdx.x] = best.index < 0 ? -INFINITY : best.value;
   if (args.bad != nullptr) args.bad[blockIdx.x] = finite ? 0 : 1;
