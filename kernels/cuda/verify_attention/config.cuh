@@ -40,6 +40,7 @@ struct VerifyConfig {
   static constexpr int kLatentAt = 0;
   static constexpr int kRopeAt = kLatentAt + kStages * kLatentStage;
   static constexpr int kQueryRopeAt = kRopeAt + kRopeStages * kRopeStage;
+  static constexpr int kQueryRopeStep = 0;  // one group
   static constexpr int kScoresAt = kQueryRopeAt + kTileRows * kRope * 2;
   static constexpr int kProbsAt = kScoresAt + 2 * kScores;
   static constexpr int kFactorsAt = kProbsAt + 2 * kProbs;

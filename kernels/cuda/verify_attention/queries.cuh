@@ -44,7 +44,7 @@ __device__ __forceinline__ void LoadQueries(const VerifyParams& p, const Item& i
   };
   // Everything is on its way before anything is needed: a part's registers become its fragments'.
   if (half == 0) {
-    const uint32_t to = base + C::kQueryRopeAt + group * C::kGroupRows * 128;
+    const uint32_t to = base + C::kQueryRopeAt + group * C::kQueryRopeStep;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int row = i * 4 + (lane >> 3);

@@ -32,17 +32,22 @@ struct TallConfig {
   static constexpr int kKeyRow = kKeyBytes + 16;  // rows start in different banks
   static constexpr int kStageBytes = kTileKeys * kKeyRow;
   static constexpr int kExchange = kGroupRows * kTileKeys * 4;  // scores that a group's score warps exchange
-  static constexpr int kProbPart = kGroupRows * kTileKeys * 2;
-  static constexpr int kProbs = 2 * kProbPart;
+  static constexpr int kProbs = kGroupRows * kTileKeys * 4;     // in two parts
+  static_assert(kProbs == kExchange);
   static constexpr int kFactors = kGroupRows * 4 + 8;  // and two words: which half of the rows they are for
 
-  static constexpr int kQueryRopeAt = kStages * kStageBytes;
-  // What a group's score warps write, all but exchange and references for its value warps: two buffers each.
-  static constexpr int kGroupAt = kQueryRopeAt + kTileRows * kRope * 2;
-  static constexpr int kProbsAt = 2 * kExchange;                   // of a group
-  static constexpr int kFactorsAt = kProbsAt + 2 * kProbs;         // of a group
+  // What a group's score warps write, for its value warps (probabilities and factors in two buffers) or each
+  // other. Scores, probabilities and rope parts of queries lie in pieces of 512 bytes, 16 a lane; of each two
+  // times kMTiles pieces the first half is of score warp 0, the second of 1, so that a lane of theirs
+  // has one address for all.
+  static constexpr int kGroupAt = kStages * kStageBytes;
+  static constexpr int kPiece = 512, kHalf = kMTiles * kPiece;
+  static constexpr int kProbsAt = 2 * kExchange;                            // of a group
+  static constexpr int kFragmentsAt = kProbsAt + 2 * kProbs;                // of a group: rope parts
+  static constexpr int kFactorsAt = kFragmentsAt + kGroupRows * kRope * 2;  // of a group
   static constexpr int kReferencesAt = kFactorsAt + 2 * kFactors;  // of a group; at the end one over the sums
-  static constexpr int kGroupBytes = kReferencesAt + kGroupRows * 4;
+  static constexpr int kGroupBytes = (kReferencesAt + kGroupRows * 4 + 127) / 128 * 128;
+  static constexpr int kQueryRopeAt = kGroupAt + kFragmentsAt, kQueryRopeStep = kGroupBytes;
   static constexpr int kBarriersAt = kGroupAt + kGroups * kGroupBytes;
   static constexpr int kFullAt = kBarriersAt_ == 0 ? kBarriersAt : kBarriersAt_;
   static_assert(kFullAt >= kBarriersAt);

@@ -34,23 +34,32 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
   FenceBulk();
   NamedArrive(C::kTileBarrier + C::kStages - 1, 32 * C::kScoreWarps + 128);
 
-  const uint32_t latent_lane =
-      base + ((lane & 7) + ((lane >> 4) << 3)) * C::kKeyRow + half * 512 + (((lane >> 3) & 1) << 4);
-  const uint32_t rope_lane = base + ((lane & 7) + ((lane >> 4) << 3)) * C::kKeyRow + kLatent * 2 + half * 64 +
-                             (((lane >> 3) & 1) << 4);
-  const auto query_of = [&](int l) {
-    return base + C::kQueryRopeAt +
-           (group * C::kGroupRows + (kMTiles == 1 ? (l & 15) ^ (half << 3) : (half << 4) + (l & 15))) * 128 +
-           (((4 * half + (l >> 4)) ^ (l & 7)) << 4);
-  };
-  // On sm_120 the assembler has no register to keep this address.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-  constexpr bool kAnew = true;
-#else
-  constexpr bool kAnew = false;
-#endif
-  const uint32_t query_once = query_of(lane);
   const uint32_t group_at = base + C::kGroupAt + group * C::kGroupBytes;
+  // A lane's addresses come out of shuffles, or the assembler would compute them from the lane's number,
+  // which is slow to read, wherever they are used.
+  const uint32_t mine = __shfl_sync(~0u, group_at + half * C::kHalf + LaneIndex() * 16,
+                                    LaneIndex());  // of its pieces: tall_config.cuh
+  const auto first_lane = [&] { return mine == group_at + half * C::kHalf; };
+  const auto rope_piece = [](int i) { return i / kMTiles * 2 * C::kHalf + i % kMTiles * C::kPiece; };
+  {
+    // The rope parts of the queries came in rows; put them into the order of fragments.
+    const int l = LaneIndex();
+    const uint32_t from = group_at + C::kFragmentsAt +
+                          (kMTiles == 1 ? (l & 15) ^ (half << 3) : (half << 4) + (l & 15)) * 128 +
+                          (((4 * half + (l >> 4)) ^ (l & 7)) << 4);
+    uint32_t a[2 * kMTiles][4];
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles; ++i)
+      LoadMatrix4(a[i], (from ^ (i / kMTiles << 5)) + i % kMTiles * (1 - 2 * half) * 16 * 128);
+    NamedBarrier(C::kQueryBarrier, 32 * C::kScoreWarps);
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles; ++i)
+      StoreShared4U(mine + C::kFragmentsAt + rope_piece(i), make_uint4(a[i][0], a[i][1], a[i][2], a[i][3]));
+  }
+  const int l = LaneIndex();
+  const uint32_t latent_lane = __shfl_sync(
+      ~0u, base + ((l & 7) + ((l >> 4) << 3)) * C::kKeyRow + half * 512 + (((l >> 3) & 1) << 4), l);
+  const int rope_from_latent = kLatent * 2 + half * (64 - 512);
   const uint32_t probs_full = base + C::kProbsFullAt + group * 16;
   // Rounds that need no mask.
   const int dense_rounds = __shfl_sync(~0u, max(0, min(it.context, it.end) - it.begin) / kTileKeys, 0);
@@ -68,21 +77,19 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
     BarrierWait(base + C::kFullAt + 8 * (round % C::kStages), (round / C::kStages) & 1);
     float s[kTwoChains ? 2 : kMTiles][2][4] = {};
     const auto sum_of = [](int m, int k) { return kTwoChains ? k & 1 : m; };
-    const uint32_t query_lane = kAnew ? query_of(LaneIndex()) : query_once;
-    const uint32_t rope = rope_lane + round % C::kStages * C::kStageBytes;
+    const uint32_t from = latent_lane + round % C::kStages * C::kStageBytes;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       uint32_t b[4];
-      LoadMatrix4(b, rope + k * 32);
+      LoadMatrix4(b, from + rope_from_latent + k * 32);
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
-        uint32_t a[4];
-        LoadMatrix4(a, (query_lane ^ (k << 5)) + (m == 0 ? 0 : (1 - 2 * half) * 16 * 128));
+        const uint4 v = LoadShared4U(mine + C::kFragmentsAt + rope_piece(k * kMTiles + m));
+        const uint32_t a[4] = {v.x, v.y, v.z, v.w};
         MmaBf16(s[sum_of(m, k)][0], a, b[0], b[1]);
         MmaBf16(s[sum_of(m, k)][1], a, b[2], b[3]);
       }
     }
-    const uint32_t from = latent_lane + round % C::kStages * C::kStageBytes;
     uint32_t b[2][4];
     LoadMatrix4(b[0], from);
     LoadMatrix4(b[1], from + 32);
@@ -96,7 +103,7 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
         MmaBf16(s[sum_of(m, k)][1], q[m][k], b[k & 1][2], b[k & 1][3]);
       }
       if (k < 14) LoadMatrix4(b[k & 1], from + (k + 2) * 32);
-      if (C::kPaced && k == C::kPaceStep && round > 0 && LaneIndex() == 0)
+      if (C::kPaced && k == C::kPaceStep && round > 0 && first_lane())
         BarrierArrive(base + C::kGoAt + group * 16 + 8 * ((round - 1) & 1));
     }
     if (kTwoChains) {
@@ -106,15 +113,15 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
         for (int c = 0; c < 4; ++c) s[0][n][c] += s[1][n][c];
     }
     const int buffer = round & 1;
-    const uint32_t group_lane = group_at + LaneIndex() * 16;
-    const uint32_t exchange_lane = group_lane + buffer * C::kExchange;
+    const uint32_t own = mine + buffer * C::kExchange;  // scores it gets, and from there its probabilities
     // Row i of this lane's own ones (mine) or of its others.
-    const auto score = [&](bool mine, int i, int k) -> float& {
-      return kMTiles == 1 ? s[0][k >> 1][(mine ? 0 : 2) + (k & 1)] : s[mine ? 0 : 1][k >> 1][2 * i + (k & 1)];
+    const auto score = [&](bool its_own, int i, int k) -> float& {
+      return kMTiles == 1 ? s[0][k >> 1][(its_own ? 0 : 2) + (k & 1)]
+                          : s[its_own ? 0 : 1][k >> 1][2 * i + (k & 1)];
     };
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      StoreShared4(exchange_lane + (half * kOwn + i) * 512, score(false, i, 0), score(false, i, 1),
+      StoreShared4(own + (1 - 2 * half) * C::kHalf + i * C::kPiece, score(false, i, 0), score(false, i, 1),
                    score(false, i, 2), score(false, i, 3));
     }
     // Both warps have stored their scores, and the probabilities of two rounds ago have been read.
@@ -123,7 +130,7 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         int visible = 0;
-#pragma unroll 1
+#pragma unroll 2
         for (int k = 0; k < 4; ++k) {
           const int key = it.begin + round * kTileKeys + 2 * (LaneIndex() & 3) + (k & 1) + 4 * (k & 2);
           const int flat = it.tile * C::kTileRows + group * C::kGroupRows + own_row(i);
@@ -137,7 +144,7 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
     float x[kOwn][4], top[kOwn];  // scores from their references, and their exponentials
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const float4 y = LoadShared4(exchange_lane + ((1 - half) * kOwn + i) * 512);
+      const float4 y = LoadShared4(own + i * C::kPiece);
       score(true, i, 0) += y.x, score(true, i, 1) += y.y, score(true, i, 2) += y.z, score(true, i, 3) += y.w;
 #pragma unroll
       for (int k = 0; k < 4; ++k) x[i][k] = fmaf(score(true, i, k), p.scale_log2, -reference[i]);
@@ -169,33 +176,34 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
       }
       any_moved = round > 0;  // in the first round the outputs are zero
     }
+    if (first_lane())
+      StoreShared(group_at + C::kFactorsAt + buffer * C::kFactors + C::kGroupRows * 4 + half * 4,
+                  any_moved ? 1.0f : 0.0f);
     uint32_t high[kOwn][2], low[kOwn][2];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      sum[i] += (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         high[i][k] = PackBf16(x[i][2 * k], x[i][2 * k + 1]);
         low[i][k] = PackBf16(x[i][2 * k] - LowBf16(high[i][k]), x[i][2 * k + 1] - HighBf16(high[i][k]));
       }
     }
-    const uint32_t to = group_lane + C::kProbsAt + buffer * C::kProbs;
-    if constexpr (kMTiles == 1) {
+    const uint32_t to = own + C::kProbsAt;
+    if constexpr (kMTiles == 1) {  // both warps have words of both pieces
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        StoreShared(to + half * 4 + k * 8, __uint_as_float(high[0][k]));
-        StoreShared(to + half * 4 + k * 8 + C::kProbPart, __uint_as_float(low[0][k]));
+        StoreShared(to + half * (4 - C::kPiece) + k * 8, __uint_as_float(high[0][k]));
+        StoreShared(to + half * (4 - C::kPiece) + k * 8 + C::kPiece, __uint_as_float(low[0][k]));
       }
     } else {
-      StoreShared4U(to + half * 512, make_uint4(high[0][0], high[1][0], high[0][1], high[1][1]));
-      StoreShared4U(to + half * 512 + C::kProbPart, make_uint4(low[0][0], low[1][0], low[0][1], low[1][1]));
+      StoreShared4U(to, make_uint4(high[0][0], high[1][0], high[0][1], high[1][1]));
+      StoreShared4U(to + C::kPiece, make_uint4(low[0][0], low[1][0], low[0][1], low[1][1]));
     }
-    if (LaneIndex() == 0)
-      StoreShared(group_at + C::kFactorsAt + buffer * C::kFactors + C::kGroupRows * 4 + half * 4,
-                  any_moved ? 1.0f : 0.0f);
     BarrierArrive(probs_full + 8 * buffer);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) sum[i] += (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
   }
-  if (C::kPaced && LaneIndex() == 0) BarrierArrive(base + C::kGoAt + group * 16 + 8 * ((rounds - 1) & 1));
+  if (C::kPaced && first_lane()) BarrierArrive(base + C::kGoAt + group * 16 + 8 * ((rounds - 1) & 1));
   // The value warps have two rounds and their stores to go: as long as the reduce kernel takes to plan.
   // Earlier its blocks, and those of what comes behind, would take room and memory bandwidth from this
   // kernel.
@@ -213,7 +221,8 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
           make_float2(reference[i], sum[i]);
     }
   }
-  if (it.splits == 1) NamedArrive(C::kInversesBarrier + group, 6 * 32);
+  // Not an arrival: racecheck does not follow those where the other side has been at no barrier since.
+  if (it.splits == 1) NamedBarrier(C::kInversesBarrier + group, 6 * 32);
 }
 
 }  // namespace kdt::cuda

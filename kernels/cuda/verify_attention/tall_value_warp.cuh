@@ -83,8 +83,8 @@ __device__ __forceinline__ void TallValueWarp(const VerifyParams& p, const Verif
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
-        const uint4 v = LoadShared4U(group_at + C::kProbsAt + buffer * C::kProbs + i * C::kProbPart +
-                                     m * 512 + LaneIndex() * 16);
+        const uint4 v = LoadShared4U(group_at + C::kProbsAt + buffer * C::kProbs + m * C::kHalf +
+                                     i * C::kPiece + LaneIndex() * 16);
         a[i][m][0] = v.x, a[i][m][1] = v.y, a[i][m][2] = v.z, a[i][m][3] = v.w;
       }
     }
