@@ -140,6 +140,10 @@ class Layout {
     // No block too many where that is known: one that waits for a place holds up the reduce kernel's start.
     int64_t items = sequences == 1 ? std::max(int64_t{to.slots}, std::is_void_v<N> ? tiles : 2 * tiles)
                                    : to.slots + tiles;
+    const int64_t lone =
+        (std::min(queries, max) + C::kTileRows - 1) / C::kTileRows;  // tiles, of one sequence
+    to.rests = sequences == 1 && !to.own_length_only && 2 * (to.slots % lone) == lone;
+    if (to.rests) items += lone;
     if (to.own_length_only) {
       // A sequence is no longer than its table; a split not so short that there would be too many.
       const int64_t shortest = (args_.table_stride + kMaxSplits - 1) / kMaxSplits;

@@ -22,6 +22,7 @@ struct VerifyClass {
   // have fewer).
   int slots;
   int min_split_keys;
+  bool rests;            // the launch has blocks for one split a tile more (plan.cuh)
   bool own_length_only;  // the splits of a sequence depend on its own length alone: one for each
                          // min_split_keys keys
   // Partial results, in the order the lanes hold them (outputs.cuh): the upper 24 bits of float32, upper

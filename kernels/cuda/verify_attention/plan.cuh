@@ -9,6 +9,11 @@
 // splits never exceeds slots + tiles, which is what the partial buffers are sized by. Items of one sequence
 // are ordered split-major, so the query tiles that read the same keys run next to each other and share them
 // in L2.
+//
+// A lone sequence's splits may leave blocks without an item (8 tiles: 16 splits each, 128 of 132 blocks).
+// Where these are half as many as the tiles, every tile gets one split more, a rest: half as long as the
+// others, less what its start costs. Rests come last, and two of them, one behind the other, take as long as
+// another split.
 #pragma once
 
 #include "kernels/cuda/verify_attention/params.h"
@@ -45,9 +50,13 @@ __device__ inline bool Visible(const VerifyParams& p, const Item& it, int row, i
 // Lengths are counted in tiles of keys, so that all products fit 32 bits (262144 tokens are 16384 tiles).
 __device__ inline int KeyTiles(int length) { return (length + kTileKeys - 1) / kTileKeys; }
 
+// Rounds (key tiles) a split must have for there to be rests, and how many the start of one costs.
+inline constexpr unsigned kRestsFrom = 32, kStartRounds = 9;
+
 // First key of split `split` of `splits`: splits are cut at whole tiles. The first ones are the longer ones,
-// for their blocks start first.
-__device__ inline int SplitBegin(int length, int split, int splits) {
+// for their blocks start first. `full`: rounds of all but the last one, 0: evenly.
+__device__ inline int SplitBegin(int length, int split, int splits, int full) {
+  if (full > 0) return split < splits ? split * full * kTileKeys : length;
   const int tiles = KeyTiles(length), each = static_cast<unsigned>(tiles) / splits;
   return min((split * each + min(split, tiles - each * splits)) * kTileKeys, length);
 }
@@ -111,8 +120,9 @@ class Planner {
         const unsigned local = index - __shfl_sync(~0u, my_begin, src);
         const unsigned split = by_tile ? 0 : local / it.tiles;
         it.tile = by_tile ? local : local - split * it.tiles;
-        it.begin = by_tile ? 0 : SplitBegin(length, split, it.splits);
-        it.end = by_tile ? 0 : SplitBegin(length, split + 1, it.splits);
+        const int full = __shfl_sync(~0u, full_, src);
+        it.begin = by_tile ? 0 : SplitBegin(length, split, it.splits, full);
+        it.end = by_tile ? 0 : SplitBegin(length, split + 1, it.splits, full);
         return it;
       }
       items_before += __shfl_sync(~0u, item_end, 31);
@@ -143,11 +153,21 @@ class Planner {
     tiles_ = mine ? (queries + (1 << shift) - 1) >> shift : 0;
   }
 
-  __device__ int Splits() const {
+  __device__ int Splits() {
+    full_ = 0;
     if (length_ == 0) return 0;
     const unsigned most = (length_ + class_.min_split_keys - 1) / class_.min_split_keys;
     if (class_.own_length_only) return static_cast<int>(most);
     const unsigned share = static_cast<unsigned>(class_.slots) * KeyTiles(length_) / weight_;
+    // In a class with rests, all blocks are shared by the tiles of one sequence.
+    if (class_.rests && 2 * (class_.slots - share * tiles_) == tiles_) {
+      // Rounded up, so that a rest may have nothing left if splits are short.
+      const unsigned full = (2 * (KeyTiles(length_) + kStartRounds) + 2 * share) / (2 * share + 1);
+      if (full >= kRestsFrom && share * full < KeyTiles(length_)) {
+        full_ = full;
+        return share + 1;
+      }
+    }
     return max(1u, min(share, most));
   }
 
@@ -155,7 +175,7 @@ class Planner {
   const VerifyClass& class_;
   unsigned weight_ = 0;  // sum of tiles * length
   int all_tiles_ = 0;
-  int tiles_, length_, rows_, row0_, narrow_;
+  int tiles_, length_, rows_, row0_, narrow_, full_;
 };
 
 }  // namespace kdt::cuda
