@@ -18,4 +18,9 @@ inline int64_t MonotonicNanos() {
       .count();
 }
 
+// Of two times in microseconds; 0 when `to_us` lies before `from_us`.
+inline double SecondsBetween(int64_t from_us, int64_t to_us) {
+  return to_us > from_us ? static_cast<double>(to_us - from_us) * 1e-6 : 0;
+}
+
 }  // namespace kdt

@@ -129,10 +129,7 @@ void RankGroup::RunForming() {
     SetState(GroupState::kDown, why);
     return;
   }
-  step_ = 0;
-  failed_ = false;
-  deaths_ = 0;
-  progress_.assign(links_.size(), {});
+  progress_.Begin(links_.size());
   for (auto& link : links_) link->OpenStream(link->rank() == 0 ? &queue_ : &peers_queue_);
   {
     std::lock_guard lock(mutex_);
@@ -175,8 +172,7 @@ void RankGroup::OnStreamEnded(const RankLink& link) {
   // When the launcher ends all workers behind a dead one, streams end shortly after another; whoever was
   // first is to be named, and the others' ends may lie in their queue.
   if (link.rank() == 0) DrainPeers();
-  SetFailure(link.rank(), absl::StrCat("the step stream ended: ", link.end_status().message()));
-  progress_[link.rank()].died = ++deaths_;
+  progress_.Died(link.rank(), absl::StrCat("the step stream ended: ", link.end_status().message()));
 }
 
 bool RankGroup::PumpAny(int64_t deadline_us) {
@@ -195,52 +191,15 @@ void RankGroup::OnAnswer(RankLink* link) {
   const uint32_t rank = link->rank();
   v1::StepResponse* response = rank == 0 ? &rank0_ : &scratch_;
   if (const absl::Status read = link->ReadMessage(response); !read.ok()) {
-    SetFailure(rank, "its answer cannot be read");
+    progress_.Fail(rank, "its answer cannot be read");
     return;
   }
-  CheckAnswer(rank, *response);
-}
-
-void RankGroup::CheckAnswer(uint32_t rank, const v1::StepResponse& response) {
-  RankProgress& mine = progress_[rank];
-  if (response.error_code() != 0) {
-    const auto code = static_cast<absl::StatusCode>(response.error_code());
-    const bool waited = code == absl::StatusCode::kDeadlineExceeded ||
-                        code == absl::StatusCode::kUnavailable || code == absl::StatusCode::kCancelled ||
-                        code == absl::StatusCode::kAborted;
-    SetFailure(rank, absl::StrCat("step ", response.step(), " failed: ", response.error()), waited);
-    return;
-  }
-  if (response.rank() != rank || response.step() != mine.answered + 1 || response.step() > step_) {
-    SetFailure(rank, absl::StrCat("it answered as rank ", response.rank(), " to step ", response.step(),
-                                  " when step ", mine.answered + 1, " was due"));
-    return;
-  }
-  if (rank == 0) {
-    cost_.round_trip_us = static_cast<double>(MonotonicMicros() - sent_us_);
-    cost_.worker_us = response.timings().total_us();
-    cost_.transport_us = std::max(0.0, cost_.round_trip_us - cost_.worker_us);
-    rank0_digest_before_ = mine.digest;
-  }
-  mine.answered = response.step();
-  mine.digest = response.digest();
-  UpdateStatus(rank, response);
-  if (rank != 0) {
-    CompareDigest(rank);
-  } else {
-    for (uint32_t other = 1; other < links_.size(); ++other) CompareDigest(other);
-  }
-}
-
-// Rank 0's digests of its last two steps are at hand, and no rank is further behind than one step.
-void RankGroup::CompareDigest(uint32_t rank) {
-  const RankProgress& zero = progress_[0];
-  const RankProgress& mine = progress_[rank];
-  if (mine.answered == 0 || zero.answered < mine.answered) return;  // compared when rank 0 answers
-  const uint64_t expected = zero.answered == mine.answered ? zero.digest : rank0_digest_before_;
-  if (zero.answered > mine.answered + 1 || mine.digest == expected) return;
-  SetFailure(rank, absl::StrCat("its state differs from that of rank 0 after step ", mine.answered,
-                                " (digests differ)"));
+  if (!progress_.Take(rank, *response)) return;
+  UpdateStatus(rank, *response);
+  if (rank != 0) return;
+  cost_.round_trip_us = static_cast<double>(MonotonicMicros() - sent_us_);
+  cost_.worker_us = response->timings().total_us();
+  cost_.transport_us = std::max(0.0, cost_.round_trip_us - cost_.worker_us);
 }
 
 void RankGroup::UpdateStatus(uint32_t rank, const v1::StepResponse& response) {
@@ -253,19 +212,6 @@ void RankGroup::UpdateStatus(uint32_t rank, const v1::StepResponse& response) {
   status.busy_ratio += std::max(0.0, busy_us);  // microseconds; Ranks() divides by the age
 }
 
-void RankGroup::SetFailure(uint32_t rank, std::string what, bool waited_for_peer) {
-  failed_ = true;
-  RankProgress& mine = progress_[rank];
-  if (!mine.failure.empty() && !mine.waited_for_peer) return;  // the first reason of its own counts
-  mine.failure = std::move(what);
-  mine.waited_for_peer = waited_for_peer;
-}
-
-bool RankGroup::AllAnswered(uint64_t step) const {
-  return std::all_of(progress_.begin(), progress_.end(),
-                     [step](const RankProgress& rank) { return rank.answered >= step; });
-}
-
 absl::Status RankGroup::Send(v1::StepRequest* request) {
   if (state() != GroupState::kServing) return absl::UnavailableError(reason());
   const int64_t deadline_us = MonotonicMicros() + int64_t{1000} * options_.step_timeout_ms;
@@ -274,12 +220,12 @@ absl::Status RankGroup::Send(v1::StepRequest* request) {
       const int64_t now_us = MonotonicMicros();
       if (PumpOne(link->rank() == 0 ? &queue_ : &peers_queue_, std::min(deadline_us, now_us + kSliceUs)))
         continue;
-      if (now_us >= deadline_us) SetFailure(link->rank(), "its stream takes no more requests");
+      if (now_us >= deadline_us) progress_.Fail(link->rank(), "its stream takes no more requests");
     }
   }
   if (over()) return EndEpoch();
   request->set_epoch(epoch_);
-  request->set_step(++step_);
+  request->set_step(progress_.NextStep());
   request->set_deadline_ms(static_cast<uint32_t>(RankTimeoutMs(options_.step_timeout_ms)));
   const size_t size = request->ByteSizeLong();
   grpc::Slice slice(size);
@@ -294,16 +240,16 @@ absl::Status RankGroup::Send(v1::StepRequest* request) {
 absl::Status RankGroup::Receive(v1::StepResponse* response) {
   const int64_t deadline_us = sent_us_ + int64_t{1000} * options_.step_timeout_ms;
   DrainPeers();  // their answers to the last step, while the ranks compute this one
-  while (!over() && progress_[0].answered < step_) {
+  while (!over() && progress_.answered(0) < progress_.step()) {
     const int64_t now_us = MonotonicMicros();
     if (PumpOne(&queue_, std::min(deadline_us, now_us + kSliceUs))) continue;
     DrainPeers();  // one of them may have died
-    if (!failed_ && now_us >= deadline_us) NameLateRanks();
+    if (!progress_.failed() && now_us >= deadline_us) progress_.FailLate(options_.step_timeout_ms);
   }
-  while (!over() && !AllAnswered(step_ - 1)) {
+  while (!over() && !progress_.AllAnswered(progress_.step() - 1)) {
     const int64_t now_us = MonotonicMicros();
     if (PumpOne(&peers_queue_, std::min(deadline_us, now_us + kSliceUs))) continue;
-    if (now_us >= deadline_us) NameLateRanks();
+    if (now_us >= deadline_us) progress_.FailLate(options_.step_timeout_ms);
   }
   if (over()) return EndEpoch();
   response->Swap(&rank0_);
@@ -312,56 +258,28 @@ absl::Status RankGroup::Receive(v1::StepResponse* response) {
 
 absl::Status RankGroup::Poll() {
   if (state() != GroupState::kServing) return absl::UnavailableError(reason());
-  while (!failed_ && (PumpOne(&queue_, 0) || PumpOne(&peers_queue_, 0))) {
+  while (!progress_.failed() && (PumpOne(&queue_, 0) || PumpOne(&peers_queue_, 0))) {
   }
-  const bool late = step_ > 0 && !AllAnswered(step_) &&
+  const bool late = !progress_.AllAnswered(progress_.step()) &&
                     MonotonicMicros() > sent_us_ + int64_t{1000} * options_.step_timeout_ms;
-  if (late) NameLateRanks();
-  return failed_ ? EndEpoch() : absl::OkStatus();
+  if (late) progress_.FailLate(options_.step_timeout_ms);
+  return progress_.failed() ? EndEpoch() : absl::OkStatus();
 }
 
 void RankGroup::Reject(const std::string& what) {
-  SetFailure(0, what);
+  progress_.Fail(0, what);
   EndEpoch().IgnoreError();  // the caller knows
-}
-
-void RankGroup::NameLateRanks() {
-  for (uint32_t rank = 0; rank < progress_.size(); ++rank) {
-    if (progress_[rank].answered >= step_) continue;
-    SetFailure(rank, absl::StrCat("no answer to step ", step_, " within ", options_.step_timeout_ms, " ms"));
-  }
-}
-
-uint32_t RankGroup::Culprit() const {
-  const auto find = [this](auto matches) -> int {
-    for (size_t i = 0; i < progress_.size(); ++i) {
-      if (matches(progress_[i])) return static_cast<int>(i);
-    }
-    return -1;
-  };
-  int rank = find([](const RankProgress& p) { return p.died == 1; });
-  if (rank < 0) rank = find([](const RankProgress& p) { return !p.failure.empty() && !p.waited_for_peer; });
-  if (rank < 0)
-    rank = find([this](const RankProgress& p) { return p.answered < step_ && p.failure.empty(); });
-  if (rank < 0) rank = find([](const RankProgress& p) { return !p.failure.empty(); });
-  KDT_CHECK(rank >= 0);
-  return static_cast<uint32_t>(rank);
 }
 
 // Looks a moment for the rank that caused the failure.
 std::string RankGroup::Blame() {
   const int64_t grace_end_us = MonotonicMicros() + kCulpritGraceUs;
-  const auto died = [this] {
-    return std::any_of(progress_.begin(), progress_.end(), [](const RankProgress& p) { return p.died; });
-  };
-  while (!died() && PumpAny(grace_end_us)) {
+  while (!progress_.any_died() && PumpAny(grace_end_us)) {
   }
-  const uint32_t rank = Culprit();
-  std::string what = progress_[rank].failure;
-  if (what.empty()) what = absl::StrCat("it left the others waiting in step ", step_);
+  const auto [rank, what] = progress_.blame();
   {
     std::lock_guard lock(mutex_);
-    for (RankStatus& status : status_) status.up = status.rank != rank && progress_[status.rank].died == 0;
+    for (RankStatus& status : status_) status.up = status.rank != rank && !progress_.died(status.rank);
     status_[rank].last_error = what;
     gone_.assign(links_.size(), false);
   }
@@ -369,9 +287,10 @@ std::string RankGroup::Blame() {
 }
 
 absl::Status RankGroup::EndEpoch() {
-  const std::string reason = failed_ ? Blame() : "the coordinator stops";
+  const bool failed = progress_.failed();
+  const std::string reason = failed ? Blame() : "the coordinator stops";
   CloseStreams();
-  if (failed_) spdlog::error("epoch {} ended: {}", epoch_, reason);
+  if (failed) spdlog::error("epoch {} ended: {}", epoch_, reason);
   SetState(GroupState::kDown, reason);
   return absl::UnavailableError(reason);
 }

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "coordinator/group/epoch_progress.h"
 #include "coordinator/group/group.h"
 #include "coordinator/group/group_forming.h"
 #include "coordinator/group/rank_link.h"
@@ -53,36 +54,20 @@ class RankGroup : public Group {
   void DrainWorkers();
 
  private:
-  // What is known of one rank's part in the epoch; the scheduler's thread only.
-  struct RankProgress {
-    uint64_t answered = 0;  // last step it answered
-    uint64_t digest = 0;    // after that step
-    double busy_us = 0;
-    std::string failure;           // empty: none
-    int died = 0;                  // its stream ended as the died-th of all; 0: it has not
-    bool waited_for_peer = false;  // its failure is that another rank did not come
-  };
-
   void RunForming();
   void SetState(GroupState state, const std::string& reason);
   // Nothing more is to be had from the epoch.
-  bool over() const { return failed_ || stopping_; }
+  bool over() const { return progress_.failed() || stopping_; }
   // Handles one event of a queue if one comes before `deadline_us` (MonotonicMicros). False: none came.
   bool PumpOne(grpc::CompletionQueue* queue, int64_t deadline_us);
   bool PumpAny(int64_t deadline_us);
   void DrainPeers();
   void OnAnswer(RankLink* link);
-  void CheckAnswer(uint32_t rank, const v1::StepResponse& response);
-  void CompareDigest(uint32_t rank);
   void UpdateStatus(uint32_t rank, const v1::StepResponse& response);
-  void SetFailure(uint32_t rank, std::string what, bool waited_for_peer = false);
   void OnStreamEnded(const RankLink& link);
-  bool AllAnswered(uint64_t step) const;
   // Ends the epoch: closes the streams, sets kDown. The reason names the rank that caused a failure.
   absl::Status EndEpoch();
   std::string Blame();
-  void NameLateRanks();
-  uint32_t Culprit() const;
   void CloseStreams();
 
   const RankGroupOptions options_;
@@ -108,14 +93,10 @@ class RankGroup : public Group {
   std::atomic<bool> stopping_{false};
 
   // The scheduler's thread only.
-  uint64_t step_ = 0;  // last step sent in this epoch
+  EpochProgress progress_;
   int64_t sent_us_ = 0;
-  bool failed_ = false;
-  int deaths_ = 0;
-  std::vector<RankProgress> progress_;
-  v1::StepResponse rank0_;            // its last answer
-  v1::StepResponse scratch_;          // of the others
-  uint64_t rank0_digest_before_ = 0;  // after step_ - 1
+  v1::StepResponse rank0_;    // its last answer
+  v1::StepResponse scratch_;  // of the others
   StepCost cost_;
 };
 

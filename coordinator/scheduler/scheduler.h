@@ -79,7 +79,7 @@ class Scheduler {
     absl::Status status;
   };
 
-  // scheduler_loop.cc: all of it runs on the scheduler's thread.
+  // scheduler_loop.cc; this and the next on the scheduler's thread.
   void Run();
   bool TakeCommands();  // false: the scheduler is to end
   bool stopping() const;
@@ -96,14 +96,16 @@ class Scheduler {
   void RunStep();
   void CountPool(int64_t now_us);
   void CheckSlotCount();
+  void Reap();
+  void UpdateCounts();
+  void WaitForWork();
+
+  // scheduler_answers.cc
   void DeliverGains();
   void Deliver(Gained* gained);
   void Complete(Sample* sample, const Gained& gained, const std::optional<std::string>& stop_string);
   void EndRequest(Request* request, const absl::Status& status);
   void EndAll(const absl::Status& status);
-  void Reap();
-  void UpdateCounts();
-  void WaitForWork();
 
   const SchedulerOptions options_;
   Group* const group_;
