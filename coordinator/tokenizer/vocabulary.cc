@@ -18,47 +18,53 @@ constexpr size_t kMaxRanks = 1 << 22;
 constexpr size_t kMaxTokenBytes = 1024;  // the longest of Kimi's are runs of 128 spaces
 constexpr size_t kMaxNameBytes = 256;
 
+struct RankLine {
+  std::string bytes;
+  uint32_t rank = 0;
+  size_t number = 0;  // of the line, from 1
+};
+
+absl::Status LineFault(const std::string& file, size_t number, absl::string_view why) {
+  return absl::InvalidArgumentError(absl::StrCat(file, ": line ", number, ": ", why));
+}
+
+// "BASE64 RANK".
+absl::StatusOr<RankLine> ParseRankLine(std::string_view line, size_t number, const std::string& file) {
+  const size_t space = line.find(' ');
+  if (space == std::string_view::npos) return LineFault(file, number, "must be \"BASE64 RANK\"");
+  RankLine parsed;
+  parsed.number = number;
+  // absl's decoder skips white space and lets padding be left out; only the canonical form is accepted here.
+  const std::string encoded(line.substr(0, space));
+  if (!absl::Base64Unescape(encoded, &parsed.bytes) || absl::Base64Escape(parsed.bytes) != encoded) {
+    return LineFault(file, number, "the token is not base64");
+  }
+  if (parsed.bytes.empty() || parsed.bytes.size() > kMaxTokenBytes) {
+    return LineFault(
+        file, number,
+        absl::StrCat("a token must have 1 to ", kMaxTokenBytes, " bytes, has ", parsed.bytes.size()));
+  }
+  const std::string rank(line.substr(space + 1));
+  if (rank.empty() || !std::all_of(rank.begin(), rank.end(), [](char c) { return c >= '0' && c <= '9'; }) ||
+      !absl::SimpleAtoi(rank, &parsed.rank) || parsed.rank >= kMaxRanks) {
+    return LineFault(file, number, absl::StrCat("the rank is not a number from 0 to ", kMaxRanks - 1));
+  }
+  return parsed;
+}
+
 // The ranks' byte strings, by rank.
 absl::StatusOr<std::vector<std::string>> ParseRanks(std::string_view text, const std::string& file) {
-  struct Line {
-    std::string bytes;
-    uint32_t rank;
-    size_t number;  // of the line, from 1
-  };
-  std::vector<Line> lines;
-  size_t number = 0;
-  while (!text.empty()) {
-    ++number;
-    const auto fail = [&](const std::string& why) {
-      return absl::InvalidArgumentError(absl::StrCat(file, ": line ", number, ": ", why));
-    };
+  std::vector<RankLine> lines;
+  for (size_t number = 1; !text.empty(); ++number) {
     const size_t end = std::min(text.find('\n'), text.size());
     std::string_view line = text.substr(0, end);
     text.remove_prefix(std::min(end + 1, text.size()));
     if (!line.empty() && line.back() == '\r') line.remove_suffix(1);
     if (line.empty()) {
       if (text.empty()) break;
-      return fail("is empty");
+      return LineFault(file, number, "is empty");
     }
-    const size_t space = line.find(' ');
-    if (space == std::string_view::npos) return fail("must be \"BASE64 RANK\"");
-    Line parsed;
-    parsed.number = number;
-    // absl's decoder skips white space and lets padding be left out; only the canonical form is accepted
-    // here.
-    const std::string encoded(line.substr(0, space));
-    if (!absl::Base64Unescape(encoded, &parsed.bytes) || absl::Base64Escape(parsed.bytes) != encoded) {
-      return fail("the token is not base64");
-    }
-    if (parsed.bytes.empty() || parsed.bytes.size() > kMaxTokenBytes) {
-      return fail(
-          absl::StrCat("a token must have 1 to ", kMaxTokenBytes, " bytes, has ", parsed.bytes.size()));
-    }
-    const std::string rank(line.substr(space + 1));
-    if (rank.empty() || !std::all_of(rank.begin(), rank.end(), [](char c) { return c >= '0' && c <= '9'; }) ||
-        !absl::SimpleAtoi(rank, &parsed.rank) || parsed.rank >= kMaxRanks) {
-      return fail(absl::StrCat("the rank is not a number from 0 to ", kMaxRanks - 1));
-    }
+    KDT_ASSIGN_OR_RETURN(RankLine parsed, ParseRankLine(line, number, file));
     lines.push_back(std::move(parsed));
   }
   if (lines.empty()) return absl::InvalidArgumentError(absl::StrCat(file, ": holds no ranks"));
@@ -66,10 +72,8 @@ absl::StatusOr<std::vector<std::string>> ParseRanks(std::string_view text, const
   std::vector<std::string> ranks(lines.size());
   std::unordered_map<std::string_view, size_t> seen;  // bytes -> line
   seen.reserve(lines.size());
-  for (Line& line : lines) {
-    const auto fail = [&](const std::string& why) {
-      return absl::InvalidArgumentError(absl::StrCat(file, ": line ", line.number, ": ", why));
-    };
+  for (const RankLine& line : lines) {
+    const auto fail = [&](const std::string& why) { return LineFault(file, line.number, why); };
     if (line.rank >= ranks.size()) {
       return fail(absl::StrCat("rank ", line.rank, " leaves a gap: there are ", ranks.size(), " lines"));
     }

@@ -156,46 +156,57 @@ ChildProcess* GroupSupervisor::FirstEnded() {
   return first;
 }
 
-bool GroupSupervisor::HandleLoss(ChildProcess& lost) {
-  const bool is_worker = !coordinator_.has_value() || &lost != &*coordinator_;
-  WorkerEnd end;
-  if (is_worker) {
-    end = ReadWorkerEnd(lost);
-    if (std::find(hung_.begin(), hung_.end(), lost.pid()) != hung_.end()) end.why = ": it hung";
+GroupSupervisor::Loss GroupSupervisor::Examine(ChildProcess& lost) {
+  Loss loss;
+  loss.of_worker = !coordinator_.has_value() || &lost != &*coordinator_;
+  std::string why;
+  if (loss.of_worker) {
+    const WorkerEnd end = ReadWorkerEnd(lost);
+    loss.before_it_listened = end.early;
+    const bool hung = std::find(hung_.begin(), hung_.end(), lost.pid()) != hung_.end();
+    why = hung ? ": it hung" : end.why;
   } else {
     // It may have ended over a worker that still told it why.
-    for (size_t i = 0; i < workers_.size() && end.why.empty(); ++i) {
-      if (const std::string why = ReadWorkerEnd(workers_[i]).why; !why.empty())
-        end.why = absl::StrCat(" (", workers_[i].name(), why, ")");
+    for (size_t i = 0; i < workers_.size() && why.empty(); ++i) {
+      if (const std::string told = ReadWorkerEnd(workers_[i]).why; !told.empty())
+        why = absl::StrCat(" (", workers_[i].name(), told, ")");
     }
   }
-  const std::string reason = absl::StrCat(lost.name(), " (pid ", lost.pid(), ") ", lost.EndReason(),
-                                          end.early ? " before it listened" : "", end.why);
-  if (is_worker) {
+  loss.reason = absl::StrCat(lost.name(), " (pid ", lost.pid(), ") ", lost.EndReason(),
+                             loss.before_it_listened ? " before it listened" : "", why);
+  if (loss.of_worker) {
     const auto index = static_cast<int>(&lost - workers_.data());
-    WriteLossNote(WorkerAddress(options_.first_rank + index), reason);
+    WriteLossNote(WorkerAddress(options_.first_rank + index), loss.reason);
   }
+  return loss;
+}
+
+bool GroupSupervisor::HandleLoss(ChildProcess& lost) {
+  const Loss loss = Examine(lost);
   const auto now = Clock::now();
   losses_.push_back(now);
   std::erase_if(losses_, [&](Clock::time_point at) { return now - at > kRestartWindow; });
 
   // What a worker refuses at the first start (a flag, an address) it refuses again.
-  const bool hopeless = end.early && first_loss_.empty();
-  if (first_loss_.empty()) first_loss_ = reason;
-
+  const bool hopeless = loss.before_it_listened && first_loss_.empty();
+  if (first_loss_.empty()) first_loss_ = loss.reason;
   const bool coordinator_lost = coordinator_.has_value() && coordinator_->Ended();
-  const bool can_restart =
-      options_.on_loss == OnLoss::kRestart && is_worker && !coordinator_lost && !hopeless;
-  if (!can_restart || static_cast<int>(losses_.size()) > options_.max_restarts) {
-    spdlog::error("{}; ending the group", reason);
-    if (first_loss_ != reason) spdlog::error("the first loss was: {}", first_loss_);
-    return false;
-  }
-  // All ranks together: the survivors hold collectives with the lost one.
+  const bool restarts = options_.on_loss == OnLoss::kRestart && loss.of_worker && !coordinator_lost &&
+                        !hopeless && static_cast<int>(losses_.size()) <= options_.max_restarts;
   const auto backoff = std::min<std::chrono::seconds>(
       std::chrono::seconds(1 << std::min<size_t>(losses_.size() - 1, 5)), kMaxBackoff);
-  spdlog::error("{}; restarting all {} workers in {} s", reason, options_.ranks, backoff.count());
-  if (first_loss_ != reason) spdlog::error("the first loss was: {}", first_loss_);
+  spdlog::error("{}; {}", loss.reason,
+                restarts
+                    ? absl::StrCat("restarting all ", options_.ranks, " workers in ", backoff.count(), " s")
+                    : "ending the group");
+  if (first_loss_ != loss.reason) spdlog::error("the first loss was: {}", first_loss_);
+  if (!restarts || !KillWorkers()) return false;
+  restart_at_ = now + backoff;
+  return true;
+}
+
+// All ranks together: the survivors hold collectives with the lost one.
+bool GroupSupervisor::KillWorkers() {
   for (ChildProcess& worker : workers_) worker.Signal(SIGKILL);
   for (ChildProcess& worker : workers_) {
     if (worker.WaitEnded(kKilledMs)) continue;
@@ -206,7 +217,6 @@ bool GroupSupervisor::HandleLoss(ChildProcess& lost) {
   }
   workers_.clear();
   hung_.clear();
-  restart_at_ = now + backoff;
   return true;
 }
 

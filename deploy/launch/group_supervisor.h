@@ -49,6 +49,12 @@ class GroupSupervisor {
   int Run();
 
  private:
+  struct Loss {
+    bool of_worker = false;
+    bool before_it_listened = false;
+    std::string reason;  // "worker 3 (pid 71) was killed by signal 9 (Killed)", and what it told
+  };
+
   absl::Status Start();
   absl::Status StartWorkers();
   absl::Status StartCoordinator();
@@ -56,8 +62,10 @@ class GroupSupervisor {
   // The process whose end came first, as far as that can be told: a worker before the coordinator (which
   // exits when it loses a rank), one killed by a signal before one that exited.
   ChildProcess* FirstEnded();
+  Loss Examine(ChildProcess& lost);
   // True when the group goes on (its workers are to be started again at restart_at_).
   bool HandleLoss(ChildProcess& lost);
+  bool KillWorkers();   // false: one does not end
   bool RestartIfDue();  // false: it was due and failed
   void KillHungWorkers();
   int PollTimeoutMs() const;
