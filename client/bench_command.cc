@@ -163,6 +163,20 @@ void PrintSpread(const char* name, const nlohmann::json& spread) {
               spread["p90"].get<double>(), spread["p99"].get<double>());
 }
 
+void PrintSummaryTable(const Totals& totals, int concurrency, const nlohmann::json& out) {
+  std::printf("%zu requests, %d at once, %llu tokens in %.2f s: %.1f tokens/s, %.2f requests/s\n",
+              totals.end_to_end.size(), concurrency, static_cast<unsigned long long>(totals.tokens),
+              totals.seconds, out["throughput_tokens_per_second"].get<double>(),
+              out["requests_per_second"].get<double>());
+  std::printf("  %-30s %10s %10s %10s\n", "", "p50", "p90", "p99");
+  PrintSpread("time to first token (ms)", out["time_to_first_token_ms"]);
+  PrintSpread("inter-token time (ms)", out["inter_token_ms"]);
+  PrintSpread("end to end (ms)", out["end_to_end_ms"]);
+  PrintSpread("tokens/s a request", out["tokens_per_second_a_request"]);
+  if (totals.drafted > 0)
+    std::printf("  %-30s %10.2f\n", "tokens a round", out["tokens_a_round"].get<double>());
+}
+
 }  // namespace
 
 int BenchCommand(const std::vector<std::string>& args) {
@@ -204,17 +218,7 @@ int BenchCommand(const std::vector<std::string>& args) {
   if (absl::GetFlag(FLAGS_json)) {
     std::printf("%s\n", out.dump().c_str());
   } else {
-    std::printf("%zu requests, %d at once, %llu tokens in %.2f s: %.1f tokens/s, %.2f requests/s\n",
-                totals.end_to_end.size(), load.concurrency, static_cast<unsigned long long>(totals.tokens),
-                totals.seconds, out["throughput_tokens_per_second"].get<double>(),
-                out["requests_per_second"].get<double>());
-    std::printf("  %-30s %10s %10s %10s\n", "", "p50", "p90", "p99");
-    PrintSpread("time to first token (ms)", out["time_to_first_token_ms"]);
-    PrintSpread("inter-token time (ms)", out["inter_token_ms"]);
-    PrintSpread("end to end (ms)", out["end_to_end_ms"]);
-    PrintSpread("tokens/s a request", out["tokens_per_second_a_request"]);
-    if (totals.drafted > 0)
-      std::printf("  %-30s %10.2f\n", "tokens a round", out["tokens_a_round"].get<double>());
+    PrintSummaryTable(totals, load.concurrency, out);
   }
   if (totals.failed == 0) return 0;
   std::fprintf(stderr, "kdt: %llu requests failed; the first: %s\n",

@@ -13,6 +13,7 @@
 #include "common/log.h"
 #include "common/status.h"
 #include "common/worker_note.h"
+#include "coordinator/group/descriptions.h"
 #include "coordinator/group/join_calls.h"
 
 namespace kdt {
@@ -34,62 +35,6 @@ bool Any(const std::vector<bool>& of_ranks) {
 }
 
 }  // namespace
-
-absl::StatusOr<GroupLimits> CheckDescriptions(const std::vector<v1::DescribeResponse>& ranks) {
-  GroupLimits limits;
-  const v1::DescribeResponse& first = ranks.front();
-  limits.kv_slots = first.kv_slots_total();
-  limits.max_rows = first.max_rows();
-  limits.max_tree_nodes = first.max_tree_nodes();
-  limits.max_sequences = first.max_sequences();
-  limits.max_context = first.max_context();
-  limits.draft_block_size = first.draft_block_size();
-  limits.max_draft_top_k = first.max_draft_top_k();
-  limits.checkpoint_digest = first.checkpoint_digest();
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    const v1::DescribeResponse& rank = ranks[i];
-    const auto fail = [i](const std::string& what) {
-      return absl::InvalidArgumentError(absl::StrCat("rank ", i, ": ", what));
-    };
-    if (rank.rank() != i) return fail(absl::StrCat("the worker at this address is rank ", rank.rank()));
-    if (rank.tp() != ranks.size()) {
-      return fail(
-          absl::StrCat("the worker was started for tp ", rank.tp(), ", the group has ", ranks.size()));
-    }
-    if (rank.checkpoint_digest() != first.checkpoint_digest()) {
-      return fail("its checkpoint is not that of rank 0 (checkpoint_digest differs)");
-    }
-    const auto same_text = [&](const char* what, const std::string& mine,
-                               const std::string& zero) -> absl::Status {
-      if (mine == zero) return absl::OkStatus();
-      return fail(absl::StrCat(what, " is ", mine, ", that of rank 0 is ", zero));
-    };
-    KDT_RETURN_IF_ERROR(same_text("backend", rank.backend(), first.backend()));
-    // Kernels and collectives are laid out for one number of multiprocessors and one instruction set, and all
-    // ranks wait for the slowest.
-    if (rank.backend() == "cuda") {
-      KDT_RETURN_IF_ERROR(same_text("its GPU", rank.device(), first.device()));
-      KDT_RETURN_IF_ERROR(same_text("its GPU's architecture", rank.arch(), first.arch()));
-    }
-    KDT_RETURN_IF_ERROR(same_text("kv_dtype", rank.kv_dtype(), first.kv_dtype()));
-    const auto same = [&](const char* what, uint64_t mine, uint64_t zero) -> absl::Status {
-      if (mine == zero) return absl::OkStatus();
-      return fail(absl::StrCat(what, " is ", mine, ", that of rank 0 is ", zero));
-    };
-    KDT_RETURN_IF_ERROR(same("kv_slots_total", rank.kv_slots_total(), first.kv_slots_total()));
-    KDT_RETURN_IF_ERROR(same("max_rows", rank.max_rows(), first.max_rows()));
-    KDT_RETURN_IF_ERROR(same("max_tree_nodes", rank.max_tree_nodes(), first.max_tree_nodes()));
-    KDT_RETURN_IF_ERROR(same("max_sequences", rank.max_sequences(), first.max_sequences()));
-    KDT_RETURN_IF_ERROR(same("draft_block_size", rank.draft_block_size(), first.draft_block_size()));
-    KDT_RETURN_IF_ERROR(same("max_context", rank.max_context(), first.max_context()));
-    KDT_RETURN_IF_ERROR(same("max_draft_top_k", rank.max_draft_top_k(), first.max_draft_top_k()));
-    if (rank.max_rows() == 0 || rank.max_sequences() == 0 || rank.kv_slots_total() == 0 ||
-        rank.max_tree_nodes() == 0) {
-      return fail("max_rows, max_tree_nodes, max_sequences and kv_slots_total must not be 0");
-    }
-  }
-  return limits;
-}
 
 GroupForming::GroupForming(const RankLinks& links, FormingTimes times, Listener listener)
     : links_(links), times_(times), listener_(std::move(listener)), progress_(kProgressEveryUs) {}

@@ -21,10 +21,6 @@ struct FormedGroup {
   std::vector<v1::DescribeResponse> ranks;  // by rank
 };
 
-// INVALID_ARGUMENT naming the rank when the descriptions do not make one group: rank, tp, checkpoint, GPUs,
-// sizes.
-absl::StatusOr<GroupLimits> CheckDescriptions(const std::vector<v1::DescribeResponse>& ranks);
-
 struct FormingTimes {
   int describe_ms = 5'000;  // a rank that does not tell of itself for so long is silent
   int join_ms = 60'000;     // for a join, the ranks' own time-out
