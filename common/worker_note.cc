@@ -49,8 +49,9 @@ std::string ReadLossNote(const std::string& address) {
   return line.substr(0, line.find('\n'));
 }
 
-void WriteHangNote(const std::string& address) {
-  if (const std::string path = PathOf(address, kHangs); !path.empty()) std::ofstream file(path);
+bool WriteHangNote(const std::string& address) {
+  const std::string path = PathOf(address, kHangs);
+  return !path.empty() && std::ofstream(path).is_open();
 }
 
 bool TakeHangNote(const std::string& address) {

@@ -16,8 +16,8 @@ void RemoveLossNote(const std::string& address);
 // Empty: there is none. One line of at most 1 KiB.
 std::string ReadLossNote(const std::string& address);
 
-// That a worker hangs and has to be killed, for who watches its process.
-void WriteHangNote(const std::string& address);
+// That a worker hangs and has to be killed, for who watches its process. False: there is no place for it.
+bool WriteHangNote(const std::string& address);
 // Removes it. False: there was none.
 bool TakeHangNote(const std::string& address);
 

@@ -100,7 +100,7 @@ std::string GroupForming::RestartAround(const std::vector<bool>& hung,
                             "asked to kill it");
   AtOnce(links_, [&](RankLink& link) {
     if (hung[link.rank()]) {
-      if (!any_ready) WriteHangNote(link.address());
+      if (!any_ready && !WriteHangNote(link.address())) spdlog::error("{}: end its process", link.Name());
     } else if (heard[link.rank()].ready()) {
       const absl::Status drained = link.Drain(reason);
       if (!drained.ok()) spdlog::warn("{} was not ended: {}", link.Name(), drained.message());
@@ -136,7 +136,8 @@ absl::Status GroupForming::WaitLoaded(RankPoll* poll, uint64_t last_epoch,
       // Those that hang like it are as far by now.
       std::this_thread::sleep_for(std::chrono::milliseconds(kRankPollMs));
       heard = poll->heard();
-      RestartAround(Silent(heard, patience), heard, patience * times_.describe_ms);
+      const std::vector<bool> hung = Silent(heard, patience);
+      if (Any(hung)) RestartAround(hung, heard, patience * times_.describe_ms);
       poll->ForgetSilences();
       continue;
     }
@@ -158,6 +159,10 @@ absl::Status GroupForming::JoinAll(RankPoll* poll, uint64_t epoch, const std::fu
   JoinCalls calls(links_, request);
   calls.Wait([&] { return cancelled() || Any(Silent(poll->heard(), kMaxSilences)); });
 
+  size_t failed = 0;
+  const absl::Status failure = calls.failure(&failed);
+  if (calls.all_ended() && failure.ok()) return absl::OkStatus();
+  if (cancelled()) return absl::CancelledError("forming the group was cancelled");
   const std::vector<RankPoll::Heard> heard = poll->heard();
   std::vector<bool> hung = Silent(heard, kMaxSilences);
   int unanswered_ms = kMaxSilences * times_.describe_ms;
@@ -166,14 +171,9 @@ absl::Status GroupForming::JoinAll(RankPoll* poll, uint64_t epoch, const std::fu
     unanswered_ms = times_.join_ms + kJoinGraceMs;
   }
   if (Any(hung)) return absl::UnavailableError(RestartAround(hung, heard, unanswered_ms));
-  size_t failed = 0;
-  const absl::Status failure = calls.failure(&failed);
-  if (!failure.ok()) {
-    listener_.on_rank_error(static_cast<uint32_t>(failed),
-                            absl::StrCat("could not join: ", failure.message()));
-    return absl::Status(failure.code(), absl::StrCat(links_[failed]->Name(), ": ", failure.message()));
-  }
-  return calls.all_ended() ? absl::OkStatus() : absl::CancelledError("forming the group was cancelled");
+  if (failure.ok()) return absl::UnavailableError("a rank did not answer for a while");
+  listener_.on_rank_error(static_cast<uint32_t>(failed), absl::StrCat("could not join: ", failure.message()));
+  return absl::Status(failure.code(), absl::StrCat(links_[failed]->Name(), ": ", failure.message()));
 }
 
 absl::StatusOr<FormedGroup> GroupForming::Form(uint64_t last_epoch, const std::function<bool()>& cancelled) {

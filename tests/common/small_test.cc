@@ -130,11 +130,11 @@ TEST_CASE("a loss note lies beside a worker's socket, one line of it is read") {
 TEST_CASE("a note that a worker hangs is taken once") {
   const std::string dir = *MakeTempDir("kdt-test-"), address = "unix:" + dir + "/rank0.sock";
   CHECK_FALSE(TakeHangNote(address));
-  WriteHangNote(address);
+  CHECK(WriteHangNote(address));
   CHECK_FALSE(TakeHangNote("unix:" + dir + "/rank1.sock"));
   CHECK(TakeHangNote(address));
   CHECK_FALSE(TakeHangNote(address));
-  WriteHangNote("127.0.0.1:7000");
+  CHECK_FALSE(WriteHangNote("127.0.0.1:7000"));
   CHECK_FALSE(TakeHangNote("127.0.0.1:7000"));
   RemoveTree(dir);
 }
