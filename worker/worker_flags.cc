@@ -66,37 +66,12 @@ absl::Status CheckFlagsApply() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
-  EngineOptions options;
-  options.model_dir = absl::GetFlag(FLAGS_model);
-  options.drafter_dir = absl::GetFlag(FLAGS_drafter);
-  options.rank = absl::GetFlag(FLAGS_rank);
-  options.tp = absl::GetFlag(FLAGS_tp);
-  options.kv_slots = absl::GetFlag(FLAGS_kv_slots);
-  options.kv_bytes = absl::GetFlag(FLAGS_kv_bytes);
-  options.max_rows = absl::GetFlag(FLAGS_max_rows);
-  options.max_context = absl::GetFlag(FLAGS_max_context);
-  options.max_sequences = absl::GetFlag(FLAGS_max_sequences);
-  options.max_tree_nodes = absl::GetFlag(FLAGS_max_tree_nodes);
-  options.draft_window = absl::GetFlag(FLAGS_draft_window);
-  options.draft_rope_factor = static_cast<float>(absl::GetFlag(FLAGS_draft_rope_factor));
-  const std::string attention = absl::GetFlag(FLAGS_attention);
-  if (attention == "reference") {
-    options.attention = AttentionMode::kReference;
-  } else if (attention == "validate") {
-    options.attention = AttentionMode::kValidate;
-  } else if (attention != "fast") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--attention: \"", attention, "\" is none of fast, reference and validate"));
-  }
-  options.validate_every = absl::GetFlag(FLAGS_validate_every);
-  options.strict = absl::GetFlag(FLAGS_strict);
+absl::Status CheckRanges(const EngineOptions& options) {
   const auto check = [](absl::string_view flag, int64_t value, int64_t least, int64_t most) {
     if (value >= least && value <= most) return absl::OkStatus();
     return absl::InvalidArgumentError(
         absl::StrCat("--", flag, ": ", value, " is not in ", least, "..", most));
   };
-  if (options.model_dir.empty()) return absl::InvalidArgumentError("--model is required");
   for (const absl::Status& status :
        {check("tp", options.tp, 1, 64), check("rank", options.rank, 0, options.tp - 1),
         check("threads", absl::GetFlag(FLAGS_threads), 1, 1024),
@@ -117,11 +92,45 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
     if (value == 1)
       return absl::InvalidArgumentError(absl::StrCat("--", flag, ": 1 is too little for an answer"));
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<AttentionMode> AttentionFromFlag() {
+  const std::string attention = absl::GetFlag(FLAGS_attention);
+  if (attention == "fast") return AttentionMode::kFast;
+  if (attention == "reference") return AttentionMode::kReference;
+  if (attention == "validate") return AttentionMode::kValidate;
+  return absl::InvalidArgumentError(
+      absl::StrCat("--attention: \"", attention, "\" is none of fast, reference and validate"));
+}
+
+absl::StatusOr<MoeSharding> MoeFromFlag() {
   const std::string moe = absl::GetFlag(FLAGS_moe);
-  if (moe != "tensor" && moe != "expert") {
-    return absl::InvalidArgumentError(absl::StrCat("--moe: \"", moe, "\" is neither tensor nor expert"));
-  }
-  options.moe_sharding = moe == "expert" ? MoeSharding::kExpert : MoeSharding::kTensor;
+  if (moe == "tensor") return MoeSharding::kTensor;
+  if (moe == "expert") return MoeSharding::kExpert;
+  return absl::InvalidArgumentError(absl::StrCat("--moe: \"", moe, "\" is neither tensor nor expert"));
+}
+
+absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
+  EngineOptions options;
+  options.model_dir = absl::GetFlag(FLAGS_model);
+  options.drafter_dir = absl::GetFlag(FLAGS_drafter);
+  options.rank = absl::GetFlag(FLAGS_rank);
+  options.tp = absl::GetFlag(FLAGS_tp);
+  options.kv_slots = absl::GetFlag(FLAGS_kv_slots);
+  options.kv_bytes = absl::GetFlag(FLAGS_kv_bytes);
+  options.max_rows = absl::GetFlag(FLAGS_max_rows);
+  options.max_context = absl::GetFlag(FLAGS_max_context);
+  options.max_sequences = absl::GetFlag(FLAGS_max_sequences);
+  options.max_tree_nodes = absl::GetFlag(FLAGS_max_tree_nodes);
+  options.draft_window = absl::GetFlag(FLAGS_draft_window);
+  options.draft_rope_factor = static_cast<float>(absl::GetFlag(FLAGS_draft_rope_factor));
+  options.validate_every = absl::GetFlag(FLAGS_validate_every);
+  options.strict = absl::GetFlag(FLAGS_strict);
+  if (options.model_dir.empty()) return absl::InvalidArgumentError("--model is required");
+  KDT_ASSIGN_OR_RETURN(options.attention, AttentionFromFlag());
+  KDT_ASSIGN_OR_RETURN(options.moe_sharding, MoeFromFlag());
+  KDT_RETURN_IF_ERROR(CheckRanges(options));
   return options;
 }
 
