@@ -10,6 +10,7 @@
 #include "kernels/cuda/gemm/held.cuh"
 #include "kernels/cuda/gemm/library.h"
 #include "kernels/cuda/gemm/skinny.h"
+#include "kernels/cuda/gemm/square.cuh"
 #include "kernels/cuda/gemm/stream.cuh"
 #include "kernels/cuda/gemm/tile.cuh"
 #include "kernels/cuda/gemm/whole.cuh"
@@ -158,6 +159,18 @@ cudaError_t Broad(const Launch& launch, StreamParams p, int heads, const Others&
   return LaunchAfter(launch, BroadKernel<S, Others>, dim3(row_blocks, p.others + tiles * p.splits, heads),
                      dim3(S::kThreads), S::kShared, p, others);
 }
+// Tiles of 64 outputs and all of 33 to 64 rows, where these are more than half as many as multiprocessors and
+// no more than all.
+bool IsSquare(const Launch& launch, const StreamParams& p, int heads) {
+  const int blocks = heads * p.splits * Blocks(p.part[0].outs, SquareShape::kOuts);
+  return p.rows > 32 && p.part[1].outs == 0 && blocks <= launch.processors && 2 * blocks > launch.processors;
+}
+cudaError_t Square(const Launch& launch, const StreamParams& p, int heads) {
+  const int tiles = Blocks(p.part[0].outs, SquareShape::kOuts);
+  if (!CountersSuffice(p, static_cast<int64_t>(heads) * tiles)) return cudaErrorInvalidValue;
+  return LaunchAfter(launch, SquareKernel<SquareShape>, dim3(1, tiles * p.splits, heads), dim3(SquareShape::kThreads),
+                     SquareShape::kShared, p);
+}
 // Tiles of 32 outputs where the chip holds them all at once, with few rows each where it does not get too
 // many; else wider ones, so that neither x nor W goes from L2 to the multiprocessors too often.
 template <typename Others>
@@ -168,11 +181,11 @@ cudaError_t BroadFor(const Launch& launch, const StreamParams& p, int heads, con
   if (blocks <= slots) {
     if (p.rows <= 16 || (p.rows > 32 && 4 * blocks <= slots)) return run(BroadShape<1, 2, 2, 3, 64, 2>{});
     if (p.rows <= 32 || 2 * blocks <= slots) return run(BroadShape<1, 2, 4, 2, 64, 2>{});
-    return run(BroadShape<2, 2, 4, 1, 64, 2>{});
+    return run(BroadShape<2, 2, 4, 1, 64, 2, 2>{});
   }
   if (blocks <= 2 * slots)
-    return p.rows <= 32 ? run(BroadShape<2, 2, 4, 1, 64, 2>{}) : run(BroadShape<1, 4, 8, 1, 64, 2>{});
-  return p.rows <= 32 ? run(BroadShape<1, 5, 4, 1, 64, 2>{}) : run(BroadShape<2, 5, 8, 1, 32, 1>{});
+    return p.rows <= 32 ? run(BroadShape<2, 2, 4, 1, 64, 2, 2>{}) : run(BroadShape<2, 4, 8, 2, 32, 1, 6>{});
+  return p.rows <= 32 ? run(BroadShape<1, 5, 4, 1, 64, 2, 5>{}) : run(BroadShape<2, 5, 8, 1, 32, 1, 8>{});
 }
 // Whether the kernel's offsets of 32 bits, in bytes, reach all of W and x.
 bool IsBroad(const StreamParams& p) {
@@ -251,6 +264,9 @@ cudaError_t Skinny(const Launch& launch, const SkinnyGemm& gemm, const Others& o
       if (p.rows <= 8) return ForRows<1, true>(launch, p, heads, others);
       return p.rows <= kGatedRows ? ForRows<2, true>(launch, p, heads, others) : cudaErrorInvalidValue;
     }
+  }
+  if constexpr (std::is_same_v<Others, NoOthers>) {
+    if (IsBroad(p) && IsSquare(launch, p, heads)) return Square(launch, p, heads);
   }
   if (IsBroad(p)) return BroadFor(launch, p, heads, others);
   return ForRows<1, false>(launch, p, heads, others);

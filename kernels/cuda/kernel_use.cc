@@ -23,6 +23,7 @@ constexpr struct {
                     {"HeldKernel", "gemm_held"},
                     {"EvenKernel", "gemm_even"},
                     {"BroadKernel", "gemm_broad"},
+                    {"SquareKernel", "gemm_square"},
                     {"TileKernel", "gemm_tile"},
                     {"MlaQueryKernel", "mla_query"},
                     {"PlainKernel", "gemm_plain"},

@@ -5,7 +5,8 @@
 // 64 inputs, a step of half a piece or a piece at a time; a warp of a group has 16 kM of the outputs and all
 // rows. A warp brings its own W and the group together brings its x, some steps ahead; a group waits for no
 // other. Copies go through L1 (cp.async.ca): past it the same copies take up to a half longer, also where
-// nothing is read twice.
+// nothing is read twice. What is under way has to fit L1: with 60 KB or less of it (shared memory of 196 KB
+// and more) everything here takes a quarter to two fifths longer.
 #pragma once
 
 #include "kernels/cuda/gemm/stream.cuh"
@@ -13,17 +14,20 @@
 namespace kdt::cuda {
 
 // kOutWarps warps of 16 kM outputs in each group, 8 kTiles rows, steps of kInputs inputs, kDepth of them
-// ahead; kBlocks blocks a multiprocessor where there is the room.
-template <int kOutWarps_, int kM_, int kTiles_, int kDepth_, int kInputs_, int kBlocks_>
+// ahead; kBlocks blocks a multiprocessor where there is the room. Without kUnits a warp's W of a step goes to
+// registers in one go and then its place is asked for anew. With kUnits that is done 16 outputs at a time, a
+// warp's ring has kUnits of these units, and it is x of the step that is in registers from the start.
+template <int kOutWarps_, int kM_, int kTiles_, int kDepth_, int kInputs_, int kBlocks_, int kUnits_ = 0>
 struct BroadShape {
   static constexpr int kOutWarps = kOutWarps_, kM = kM_, kTiles = kTiles_, kDepth = kDepth_;
-  static constexpr int kInputs = kInputs_, kBlocks = kBlocks_;
+  static constexpr int kInputs = kInputs_, kBlocks = kBlocks_, kUnits = kUnits_;
   static constexpr int kKWarps = 4, kOuts = 16 * kM * kOutWarps, kRows = 8 * kTiles;
   static constexpr int kGroup = 32 * kOutWarps, kThreads = kKWarps * kGroup;
-  static constexpr int kLine = 2 * kInputs;      // bytes of a row in a step
-  static constexpr int kSlot = 16 * kM * kLine;  // of a warp's W
+  static constexpr int kLine = 2 * kInputs;                     // bytes of a row in a step
+  static constexpr int kUnit = 16 * kLine, kSlot = kM * kUnit;  // of a warp's W
   static constexpr int kXSlots = kDepth + 1, kXSlot = kRows * kLine;
-  static constexpr int kWRing = kKWarps * kOutWarps * kDepth * kSlot;
+  static constexpr int kWarpRing = kUnits > 0 ? kUnits * kUnit : kDepth * kSlot;
+  static constexpr int kWRing = kKWarps * kOutWarps * kWarpRing;
   static constexpr int kRing = kWRing + kKWarps * kXSlots * kXSlot;
   // The sums meet in the rings' place, some rows at a time.
   static constexpr int kPitch = kOuts + 4, kMost = 101376 - 64;
@@ -36,8 +40,20 @@ struct BroadShape {
   static constexpr int kSums = kKWarps * kSumRows * kPitch * 4;
   static constexpr int kShared = kRing > kSums ? kRing : kSums;
   static_assert(kShared <= kMost && kTiles % kSumTiles == 0 && kTiles % 2 == 0 &&
-                (kInputs == 32 || kInputs == 64));
+                (kInputs == 32 || kInputs == 64) && (kUnits == 0 || kUnits >= kM));
+  // How many steps start from the unit behind the one whose place unit m takes, up to unit m itself.
+  static constexpr int StartsUpTo(int m) {
+    int starts = 0;
+    for (int unit = m - kUnits + 1; unit <= m; ++unit) starts += unit % kM == 0;
+    return starts;
+  }
 };
+// Copies that may be under way when unit m of a step is needed (those of units and x behind its own), and
+// when x of a step is.
+template <typename S, int m>
+inline constexpr int kBehindUnit = S::kUnits - 1 + S::StartsUpTo(m);
+template <typename S>
+inline constexpr int kBehindX = S::kDepth * S::kM + S::kDepth - 1;
 
 // acc += the products of 32 inputs: tiles of rows two at a time, the next two on their way. No product
 // follows the one it adds to.
@@ -71,6 +87,15 @@ __device__ __forceinline__ void BroadProducts(float (&acc)[kM][kTiles][4], const
   }
 }
 
+// f(0), f(1), ... f(kCount - 1), each with its number as a type.
+template <int kCount, int kFrom = 0, typename F>
+__device__ __forceinline__ void ForEach(const F& f) {
+  if constexpr (kFrom < kCount) {
+    f(std::integral_constant<int, kFrom>{});
+    ForEach<kCount, kFrom + 1>(f);
+  }
+}
+
 template <typename S, typename Others>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     BroadKernel(const __grid_constant__ StreamParams p, const __grid_constant__ Others others) {
@@ -98,7 +123,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   // as in stream.cuh.
   const int line = lane / kChunks, chunk = lane % kChunks;
   const uint32_t at_line = line * kLine + (kHalves == 2 ? chunk ^ 4 * (line & 1) : chunk) * 16;
-  const uint32_t w_ring = SharedAddress(shared) + warp * kDepth * S::kSlot;
+  const uint32_t w_ring = SharedAddress(shared) + warp * S::kWarpRing;
   const uint32_t x_ring = SharedAddress(shared) + S::kWRing + k_warp * S::kXSlots * S::kXSlot;
   const auto chunk_of = [&](int step) {
     return kHalves == 2 ? (first + 4 * step) * 8 + chunk
@@ -111,14 +136,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   const int line_w = (part.gated ? (block_out + first_out) / 2 : block_out + first_out) + line;
   const int last_w = (part.gated ? part.outs / 2 : part.outs) - 1;
   const int by16 = part.gated ? 8 : 16, by8 = part.gated ? 0 : 8, up = part.gated ? part.outs / 2 : 0;
-  const auto fetch_w = [&](int step, int slot) {
+  const auto fetch_w = [&](int step, int unit, int units, uint32_t to) {
     const uint32_t at = static_cast<uint32_t>(min(chunk_of(step), p.chunks - 1)) * 16;
-    const uint32_t to = w_ring + slot * S::kSlot + at_line;
     const int from = static_cast<int>(Pinned(line_w));
 #pragma unroll
-    for (int r = 0; r < 16 * kM; r += kLines) {
+    for (int r = 16 * unit; r < 16 * (unit + units); r += kLines) {
       const int row = min(from + r / 16 * by16 + r / 8 % 2 * by8 + r % 8, last_w) + r / 8 % 2 * up;
-      CopyAsync16Cached(to + r * kLine, w + (static_cast<uint32_t>(row) * w_stride + at));
+      CopyAsync16Cached(to + at_line + (r - 16 * unit) * kLine,
+                        w + (static_cast<uint32_t>(row) * w_stride + at));
     }
   };
   const char* const x = reinterpret_cast<const char*>(p.x + head * p.x_head + first_row * p.x_stride);
@@ -135,15 +160,24 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
                              there);
     }
   };
+  if constexpr (S::kUnits > 0) {
 #pragma unroll
-  for (int d = 0; d < kDepth; ++d) {
-    if (d < steps) fetch_w(d, d);
+    for (int u = 0; u < S::kUnits; ++u) {
+      if (u / kM < steps) fetch_w(u / kM, u % kM, 1, w_ring + u * S::kUnit);
+    }
+  } else {
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      if (d < steps) fetch_w(d, 0, kM, w_ring + d * S::kSlot);
+    }
   }
   WaitForPrevious();
 #pragma unroll
   for (int d = 0; d < kDepth; ++d) {
     if (d < steps) fetch_x(d, d);
-    CopyAsyncCommit();
+    // As if by the steps in front of the first.
+#pragma unroll
+    for (int copies = 0; copies < (S::kUnits > 0 ? 1 + kM : 1); ++copies) CopyAsyncCommit();
   }
 
   float acc[kM][kTiles][4] = {};
@@ -151,7 +185,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   int slot = 0, x_slot = 0, x_free = kDepth;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    CopyAsyncWaitGroups<kDepth - 1>();
+    CopyAsyncWaitGroups<(S::kUnits > 0 ? kBehindX<S> : kDepth - 1)>();
     if constexpr (S::kOutWarps == 1) {
       __syncwarp();
     } else {
@@ -159,22 +193,57 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     }
     const bool more = step + kDepth < steps;
     if (more) fetch_x(step + kDepth, x_free);
+    const uint32_t from_x = x_ring + from_lane + x_slot * S::kXSlot;
+    if constexpr (S::kUnits > 0) {
+      CopyAsyncCommit();
+      uint4 b[kHalves][kTiles];
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const uint32_t side = (64 * half) ^ swap;
-      uint4 a[2 * kM];
+      for (int half = 0; half < kHalves; ++half) {
 #pragma unroll
-      for (int i = 0; i < 2 * kM; ++i)
-        a[i] = LoadShared4U(w_ring + from_lane + slot * S::kSlot + i * 8 * kLine + side);
-      if (half == kHalves - 1) {  // what the warp has of W is in registers
-        __syncwarp();
-        if (more) fetch_w(step + kDepth, slot);
-        CopyAsyncCommit();
+        for (int n = 0; n < kTiles; ++n)
+          b[half][n] = LoadShared4U(from_x + n * 8 * kLine + ((64 * half) ^ swap));
       }
-      BroadProducts<kM, kTiles, 8 * kLine>(acc, a, x_ring + from_lane + x_slot * S::kXSlot + side);
+      ForEach<kM>([&]<int m>(std::integral_constant<int, m>) {
+        CopyAsyncWaitGroups<kBehindUnit<S, m>>();
+        __syncwarp();
+        const uint32_t unit = w_ring + slot * S::kUnit;
+        uint4 low[kHalves], high[kHalves];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          const uint32_t at = unit + from_lane + ((64 * half) ^ swap);
+          low[half] = LoadShared4U(at), high[half] = LoadShared4U(at + 8 * kLine);
+        }
+        __syncwarp();
+        constexpr int kSteps = (m + S::kUnits) / kM, kOf = (m + S::kUnits) % kM;
+        if (step + kSteps < steps) fetch_w(step + kSteps, kOf, 1, unit);
+        CopyAsyncCommit();
+        if (++slot == S::kUnits) slot = 0;
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) AddFirst(acc[m][n], low[half], high[half], b[half][n]);
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) AddSecond(acc[m][n], low[half], high[half], b[half][n]);
+        }
+      });
+    } else {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const uint32_t side = (64 * half) ^ swap;
+        uint4 a[2 * kM];
+#pragma unroll
+        for (int i = 0; i < 2 * kM; ++i)
+          a[i] = LoadShared4U(w_ring + from_lane + slot * S::kSlot + i * 8 * kLine + side);
+        if (half == kHalves - 1) {  // what the warp has of W is in registers
+          __syncwarp();
+          if (more) fetch_w(step + kDepth, 0, kM, w_ring + slot * S::kSlot);
+          CopyAsyncCommit();
+        }
+        BroadProducts<kM, kTiles, 8 * kLine>(acc, a, from_x + side);
+      }
+      if (++slot == kDepth) slot = 0;
     }
     x_free = x_slot;
-    if (++slot == kDepth) slot = 0;
     if (++x_slot == S::kXSlots) x_slot = 0;
   }
 

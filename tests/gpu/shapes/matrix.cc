@@ -78,7 +78,7 @@ void Broad(Shapes& s) {
                {32, 1024, 256, true},
                {33, 1024, 256},
                {64, 4096, 256},
-               {40, 7168, 256},
+               {40, 7168, 256, false, false, false, 64},
                {17, 10240, 256},
                {64, 10240, 256},
                {9, 20480, 128},
@@ -88,6 +88,12 @@ void Broad(Shapes& s) {
                {20, 384, 2560, true, false, false, 512, true},
                {17, 1024, 256, false, true},
                {12, 1000, 320, false, false, true}});
+}
+void Square(Shapes& s) {
+  Products(s, {{33, 7168, 256},
+               {64, 8440, 544},
+               {50, 2100, 3104, true},
+               {64, 7168, 1024, false, false, true}});
 }
 // More than 64 rows without the library, and shapes that nothing else takes.
 void Tiles(Shapes& s) {
@@ -172,7 +178,8 @@ void MlaQueries(Shapes& s) {
 
 std::vector<Op> MatrixOps() {
   return {{"gemm_stream", Stream},   {"gemm_whole", Whole}, {"gemm_held", Held},
-          {"gemm_even", Even},       {"gemm_broad", Broad}, {"gemm_tiles", Tiles},
+          {"gemm_even", Even},       {"gemm_broad", Broad}, {"gemm_square", Square},
+          {"gemm_tiles", Tiles},
           {"gemm_library", Library}, {"absorb", Absorb},    {"mla_query", MlaQueries}};
 }
 
