@@ -97,17 +97,24 @@ absl::Status Drafter::AppendContext(const ContextRows& context, Collective& coll
                                  kv_->layer_stride()});
 }
 
-// normed -> branch (this rank's heads).
+// normed -> queries, keys and values of the block (this rank's heads).
+kernels::GemmArgs Drafter::Projections(int64_t l, int64_t rows) const {
+  const int64_t width = 2 * kv_heads_ * config_->head_dim;
+  kernels::GemmArgs gemm = {Act(normed_, rows, config_->hidden_size), weights_->layers[l].q,
+                            Act(q_, rows, heads_ * config_->head_dim)};
+  gemm.beside_w = weights_->kv.Rows(l * width, width);
+  gemm.beside_y = Act(kv_rows_, rows, width);
+  return gemm;
+}
+
+// Projections -> branch (this rank's heads).
 absl::Status Drafter::Attention(int64_t l, const DraftBlocks& blocks) {
   const DrafterLayerWeights& layer = weights_->layers[l];
   const int64_t rows = blocks.sequences * config_->block_size;
   const int64_t dim = config_->head_dim;
-  const Tensor normed = Act(normed_, rows, config_->hidden_size);
   const Tensor q = Act(q_, rows, heads_ * dim);
-  KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.q, q}));
   const int64_t width = kv_heads_ * dim;
   const Tensor kv = Act(kv_rows_, rows, 2 * width);
-  KDT_RETURN_IF_ERROR(backend_->Gemm({normed, weights_->kv.Rows(l * 2 * width, 2 * width), kv}));
   KDT_RETURN_IF_ERROR(
       backend_->DraftPrepare({q, kv, heads_, kv_heads_, dim, 1, layer.q_norm, &k_norms_[l], eps_,
                               blocks.positions, weights_->rope_inv_freq, rope_factor_}));
@@ -129,19 +136,20 @@ absl::StatusOr<Tensor> Drafter::Draft(const DraftBlocks& blocks, Collective& col
   KDT_RETURN_IF_ERROR(target_->Embed(blocks.tokens, residual, collective));
   const size_t layers = weights_->layers.size();
   KDT_RETURN_IF_ERROR(backend_->RmsNorm({residual, {}, weights_->layers[0].input_norm, eps_, normed}));
+  KDT_RETURN_IF_ERROR(backend_->Gemm(Projections(0, rows)));
   for (size_t l = 0; l < layers; ++l) {
     const DrafterLayerWeights& layer = weights_->layers[l];
     KDT_RETURN_IF_ERROR(Attention(l, blocks));
-    KDT_RETURN_IF_ERROR(
-        collective.AllReduceNorm(*backend_, {branch, residual, layer.post_norm, eps_, normed}));
     const Tensor act = Act(act_, rows, layer.down.cols);
     const Tensor gate_up = Act(gate_up_, rows, 2 * layer.down.cols);
-    KDT_RETURN_IF_ERROR(backend_->Gemm({normed, layer.gate_up, gate_up}));
+    KDT_RETURN_IF_ERROR(collective.AllReduceNormGemm(
+        *backend_, {branch, residual, layer.post_norm, eps_, normed}, {normed, layer.gate_up, gate_up}));
     KDT_RETURN_IF_ERROR(backend_->SiluMul({gate_up, act}));
     KDT_RETURN_IF_ERROR(backend_->Gemm({act, layer.down, branch}));
     if (l + 1 < layers) {
-      KDT_RETURN_IF_ERROR(collective.AllReduceNorm(
-          *backend_, {branch, residual, weights_->layers[l + 1].input_norm, eps_, normed}));
+      KDT_RETURN_IF_ERROR(collective.AllReduceNormGemm(
+          *backend_, {branch, residual, weights_->layers[l + 1].input_norm, eps_, normed},
+          Projections(static_cast<int64_t>(l) + 1, rows)));
     } else {
       KDT_RETURN_IF_ERROR(collective.AllReduceSum(branch));
       KDT_RETURN_IF_ERROR(backend_->Add({branch, residual}));

@@ -67,6 +67,7 @@ class Drafter {
 
  private:
   Drafter() = default;
+  kernels::GemmArgs Projections(int64_t layer, int64_t rows) const;
   absl::Status Attention(int64_t layer, const DraftBlocks& blocks);
   kernels::Tensor Act(const kernels::Buffer& buffer, int64_t rows, int64_t cols) const {
     return kernels::MakeTensor(buffer.data(), backend_->activation_dtype(), rows, cols);
