@@ -1,11 +1,10 @@
 // mla_prepare, q_b and the absorbed query in one launch, for rows so few that each of them is all latency.
 //
-// A block takes 16 outputs of q_b and holds their weights in registers, an eighth of the inputs a warp,
-// before it waits for the kernel in front. Its warps read whole rows of the q latent between them, so the
-// norm costs a sum over the warps. Then it is one of its head's blocks for the second product: 64 columns of
-// the latent, or the rope part. It needs all of its head's q, from the other blocks of the head: up to 16
-// rows by mail (common/mail.cuh), more rows through memory and a count of the blocks that have stored theirs.
-// Blocks behind these write the keys.
+// A block takes 16 outputs of q_b, whose weights are on the chip before it waits for the kernel in front, an
+// eighth of the inputs a warp. Its warps read whole rows of the q latent between them, so the norm costs a
+// sum over the warps. Outputs of the rope part are rotated where they are made. A block of the others sends
+// them by mail (common/mail.cuh), and is then one of its head's blocks for the second product, 64 columns of
+// the latent, which needs all of its head's q. Blocks behind these write the keys.
 //
 // Nobody relies on how many blocks are resident at once (ranks may share a GPU): a block that has looked for
 // the others long enough makes their outputs itself, the same bits to the same places.
@@ -28,10 +27,8 @@ constexpr int kColumns = 64;   // of a block in the second
 constexpr int kMaxNope = 128;  // its inputs
 constexpr int kPitch = kColumns + 8;
 constexpr int kSumPitch = kOuts + 4;
-constexpr int kMaxRows = 64, kMailRows = 16;
-constexpr int kMaxKeyBlocks = 32;
-constexpr int kAloneRows = 16;  // up to them a block has a multiprocessor to itself, where there are enough
-constexpr int kLooks = 256;     // most of a microsecond each
+constexpr int kMaxRows = 32, kMaxLaunches = 2;  // rows of a launch
+constexpr int kLooks = 256;  // most of a microsecond each
 
 struct Params {
   kernels::MlaPrepareArgs prepare;
@@ -39,22 +36,33 @@ struct Params {
   const bf16* w;  // [heads * (nope + rope), inputs], rows w_stride apart
   int64_t w_stride;
   int heads, tiles, steps;  // tiles of kOuts outputs a head, steps of 32 inputs a warp
-  unsigned* done;           // [heads + 1]: stored tiles of each head; blocks that have seen all of theirs
-  // With mail, kQueryState words: blocks that have all of their head's q; the number of the last launch; from
-  // word 4 on q on its way between the blocks.
-  unsigned* state;
+  float per_input;          // 1 / q_lora
+  unsigned* state;          // kQueryState words
+};
+
+// Above 8 rows weights wait in shared memory, so that the registers leave room for the next kernel's blocks.
+template <int kTiles>
+inline constexpr bool kInRegisters = kTiles == 1;
+
+template <int kTiles>
+struct WarpShared {
+  union {
+    uint4 w[kInRegisters<kTiles> ? 1 : 2 * kMaxSteps][32];
+    float sums[8 * kTiles][kSumPitch];  // when the weights have been used
+  };
+  uint4 norm[kMaxSteps * 4];
+  float squares[8 * kTiles];
 };
 
 template <int kTiles>
 struct Shared {
   uint4 absorb[kMaxNope * kPitch / 8];
-  uint4 norm[kWarps * kMaxSteps * 4];
-  float squares[kWarps][8 * kTiles];
-  float sums[kWarps][8 * kTiles][kSumPitch];
-  alignas(16) uint16_t q[8 * kTiles <= kMailRows ? 8 * kTiles : 1][kMaxNope + 32];  // with mail
-  bool alone;
-  unsigned launch;  // this one's number, with mail
+  WarpShared<kTiles> warps[kWarps];
+  alignas(16) uint16_t q[8 * kTiles][kMaxNope + 32];
+  float key[32];
+  unsigned launch;  // this one's number
 };
+static_assert(sizeof(Shared<4>) <= 101376);
 
 // The key of one row: kv norm and rope, as MlaPrepare.
 __device__ __forceinline__ void WriteKey(const kernels::MlaPrepareArgs& p, int row, float* shared) {
@@ -78,97 +86,129 @@ __device__ __forceinline__ void WriteKey(const kernels::MlaPrepareArgs& p, int r
   }
 }
 
-__device__ __forceinline__ void LoadWeights(uint4 (&w)[2 * kMaxSteps], const Params& p, int first_out,
-                                            int warp, int lane) {
-  const bf16* from = p.w + (first_out + (lane >> 2)) * p.w_stride + warp * p.steps * 32 + 8 * (lane & 3);
-#pragma unroll
-  for (int s = 0; s < kMaxSteps; ++s) {
-    if (s >= p.steps) break;
-    w[2 * s] = __ldg(reinterpret_cast<const uint4*>(from + s * 32));
-    w[2 * s + 1] = __ldg(reinterpret_cast<const uint4*>(from + s * 32 + 8 * p.w_stride));
-  }
-}
-
-// Rows of the q latent, 8 kTiles at a time: a lane's share of the inputs of its warp.
+// A lane's share of the weights of a block's outputs: of each of its warp's steps 16 bytes of output g and of
+// output g + 8.
 template <int kTiles>
-struct Inputs {
-  uint4 v[kTiles][kMaxSteps];
+struct Weights {
+  uint4 v[kInRegisters<kTiles> ? 2 * kMaxSteps : 1];
 
-  __device__ __forceinline__ void Load(const Params& p, int first_row, int warp, int lane) {
-    const bf16* const x = static_cast<const bf16*>(p.prepare.qkv.data) + warp * p.steps * 32 + 8 * (lane & 3);
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const bf16* from = x + min(first_row + 8 * n + (lane >> 2), p.absorb.rows - 1) * p.prepare.qkv.stride;
-#pragma unroll
-      for (int s = 0; s < kMaxSteps; ++s)
-        if (s < p.steps) v[n][s] = __ldcg(reinterpret_cast<const uint4*>(from + s * 32));
-    }
-  }
-};
-
-__device__ __forceinline__ unsigned* Mail(const Params& p) { return p.state + 4; }
-// Of the pair of q at `column` of all heads.
-__device__ __forceinline__ int MailIndex(const Params& p, int row, int column) {
-  return (row * p.heads * p.tiles * kOuts + column) / 2;
-}
-
-// q of all rows at kOuts outputs from first_out on, `in` being the first rows. The norm's weights go into the
-// inputs, its factor into the sums.
-template <int kTiles, bool kMail>
-__device__ __forceinline__ void MakeQ(const Params& p, Shared<kTiles>& shared,
-                                      const uint4 (&w)[2 * kMaxSteps], Inputs<kTiles>& in, int first_out,
-                                      int warp, int lane) {
-  const int g = lane >> 2, t = lane & 3, rows = p.absorb.rows;
-  const uint4* const norm = shared.norm + warp * p.steps * 4 + t;
-#pragma unroll 1
-  for (int first_row = 0; first_row < (kMail ? 1 : rows); first_row += 8 * kTiles) {  // with mail once
-    float squares[kTiles] = {}, acc[kTiles][4] = {};
+  __device__ __forceinline__ void Load(const Params& p, WarpShared<kTiles>& shared, int first_out, int warp,
+                                       int lane) {
+    const bf16* from = p.w + (first_out + (lane >> 2)) * p.w_stride + warp * p.steps * 32 + 8 * (lane & 3);
 #pragma unroll
     for (int s = 0; s < kMaxSteps; ++s) {
       if (s >= p.steps) break;
-      const uint4 &low = w[2 * s], &high = w[2 * s + 1];  // outputs g and g + 8
-      const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-      const uint4 weight = norm[s * 4];
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const uint4& x = in.v[n][s];
-        MmaBf16(acc[n], first, MulBf16x2(x.x, weight.x), MulBf16x2(x.y, weight.y));
-        MmaBf16(acc[n], second, MulBf16x2(x.z, weight.z), MulBf16x2(x.w, weight.w));
-        float v[8];
-        Unpack8(v, x);
-        squares[n] += Squares8(v);
+      const bf16 *low = from + s * 32, *high = low + 8 * p.w_stride;
+      if constexpr (kInRegisters<kTiles>) {
+        v[2 * s] = __ldg(reinterpret_cast<const uint4*>(low));
+        v[2 * s + 1] = __ldg(reinterpret_cast<const uint4*>(high));
+      } else {
+        CopyAsync16(SharedAddress(&shared.w[2 * s][lane]), low);
+        CopyAsync16(SharedAddress(&shared.w[2 * s + 1][lane]), high);
       }
     }
-    if (!kMail && first_row + 8 * kTiles < rows) in.Load(p, first_row + 8 * kTiles, warp, lane);
-    if (first_row > 0) __syncthreads();  // the sums before have been read
+  }
+  // The norm's weights go into them.
+  __device__ __forceinline__ uint4 Get(const WarpShared<kTiles>& shared, int i, int lane,
+                                       const uint4& norm) const {
+    uint4 w;
+    if constexpr (kInRegisters<kTiles>)
+      w = v[i];
+    else
+      w = shared.w[i][lane];
+    return {MulBf16x2(w.x, norm.x), MulBf16x2(w.y, norm.y), MulBf16x2(w.z, norm.z), MulBf16x2(w.w, norm.w)};
+  }
+};
+
+// Rows of the q latent: a lane's share of the inputs of its warp, kAhead steps at a time.
+template <int kTiles>
+struct Inputs {
+  static constexpr int kAhead = kTiles == 4 ? 3 : kMaxSteps;
+  const bf16* x;
+  int from[kTiles];
+  uint4 v[kTiles][kAhead];
+
+  __device__ __forceinline__ void Load(const Params& p, int warp, int lane) {
+    x = static_cast<const bf16*>(p.prepare.qkv.data) + warp * p.steps * 32 + 8 * (lane & 3);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+      from[n] = min(8 * n + (lane >> 2), p.absorb.rows - 1) * static_cast<int>(p.prepare.qkv.stride);
+#pragma unroll
+    for (int s = 0; s < kAhead; ++s) {
+      if (s < p.steps) LoadStep(s);
+    }
+  }
+  __device__ __forceinline__ void LoadStep(int s) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+      v[n][s % kAhead] = __ldcg(reinterpret_cast<const uint4*>(x + from[n] + s * 32));
+  }
+};
+
+__device__ __forceinline__ unsigned* Mail(const Params& p) { return p.state + kQueryFront; }
+// Of the pair of q at `column` of all heads: what a block sends is in a piece.
+__device__ __forceinline__ int MailIndex(int row, int column) {
+  return ((column / kOuts * kMaxRows + row) * kOuts + column % kOuts) / 2;
+}
+
+// Of the threads behind the first product each has two neighbouring outputs of a row.
+__device__ __forceinline__ int RowOfThread() { return threadIdx.x / (kOuts / 2); }
+__device__ __forceinline__ int OutOfThread() { return threadIdx.x % (kOuts / 2) * 2; }
+
+// q of all rows at a head's outputs tile * kOuts and on: by mail or, of the rope part, rotated to where it is
+// wanted. The norm's weights go into those of q_b, its factor into the sums.
+template <int kTiles>
+__device__ __forceinline__ void MakeQ(const Params& p, Shared<kTiles>& shared, const Weights<kTiles>& w,
+                                      Inputs<kTiles>& in, int head, int tile, int warp, int lane,
+                                      float2 angle = {}) {
+  const int g = lane >> 2, t = lane & 3;
+  WarpShared<kTiles>& mine = shared.warps[warp];
+  float squares[kTiles] = {}, acc[kTiles][4] = {};
+#pragma unroll
+  for (int s = 0; s < kMaxSteps; ++s) {
+    if (s >= p.steps) break;
+    const uint4 norm = mine.norm[s * 4 + t];
+    const uint4 low = w.Get(mine, 2 * s, lane, norm), high = w.Get(mine, 2 * s + 1, lane, norm);
+    const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      squares[n] += __shfl_xor_sync(~0u, squares[n], 1);
-      squares[n] += __shfl_xor_sync(~0u, squares[n], 2);
-      if (t == 0) shared.squares[warp][8 * n + g] = squares[n];
+      const uint4& x = in.v[n][s % in.kAhead];
+      MmaBf16(acc[n], first, x.x, x.y);
+      MmaBf16(acc[n], second, x.z, x.w);
+      float v[8];
+      Unpack8(v, x);
+      squares[n] += Squares8(v);
+    }
+    if (s + in.kAhead < kMaxSteps && s + in.kAhead < p.steps) in.LoadStep(s + in.kAhead);
+  }
+  if (!kInRegisters<kTiles>) __syncwarp();  // the sums take the weights' place
 #pragma unroll
-      for (int c = 0; c < 4; ++c) shared.sums[warp][8 * n + 2 * t + (c & 1)][8 * (c >> 1) + g] = acc[n][c];
-    }
-    __syncthreads();
-    static_assert(8 * kTiles * kOuts / 2 <= kThreads);
-    const int row = threadIdx.x / (kOuts / 2), out = threadIdx.x % (kOuts / 2) * 2;
-    if (row >= 8 * kTiles || first_row + row >= rows) continue;
-    float2 sum = {0.0f, 0.0f};
-    float total = 0.0f;
+  for (int n = 0; n < kTiles; ++n) {
+    squares[n] += __shfl_xor_sync(~0u, squares[n], 1);
+    squares[n] += __shfl_xor_sync(~0u, squares[n], 2);
+    if (t == 0) mine.squares[8 * n + g] = squares[n];
 #pragma unroll
-    for (int k = 0; k < kWarps; ++k) {
-      const float2 v = *reinterpret_cast<const float2*>(&shared.sums[k][row][out]);
-      sum.x += v.x, sum.y += v.y;
-      total += shared.squares[k][row];
-    }
-    const float factor = rsqrtf(total / static_cast<float>(p.prepare.q_lora) + p.prepare.eps);
-    const uint32_t pair = PackBf16(sum.x * factor, sum.y * factor);
-    if (kMail) {
-      PostPair(Mail(p), MailIndex(p, row, first_out + out), pair, shared.launch);
-    } else {
-      *reinterpret_cast<uint32_t*>(p.absorb.q + (first_row + row) * p.absorb.q_stride + first_out + out) =
-          pair;
-    }
+    for (int c = 0; c < 4; ++c) mine.sums[8 * n + 2 * t + (c & 1)][8 * (c >> 1) + g] = acc[n][c];
+  }
+  __syncthreads();
+  static_assert(8 * kTiles * kOuts / 2 <= kThreads);
+  const int row = RowOfThread(), out = OutOfThread();
+  if (row >= p.absorb.rows) return;
+  float2 sum = {0.0f, 0.0f};
+  float total = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kWarps; ++k) {
+    const float2 v = *reinterpret_cast<const float2*>(&shared.warps[k].sums[row][out]);
+    sum.x += v.x, sum.y += v.y;
+    total += shared.warps[k].squares[row];
+  }
+  const float factor = rsqrtf(total * p.per_input + p.prepare.eps);
+  const uint32_t pair = PackBf16(sum.x * factor, sum.y * factor);
+  const int in_rope = tile * kOuts + out - p.absorb.nope;
+  if (in_rope < 0) {
+    PostPair(Mail(p), MailIndex(row, (head * p.tiles + tile) * kOuts + out), pair, shared.launch);
+  } else {
+    *reinterpret_cast<uint32_t*>(RopeOut(p.absorb, head, row, in_rope / 2)) = Rotated(pair, angle);
   }
 }
 
@@ -200,103 +240,51 @@ __device__ __forceinline__ void Absorb(const AbsorbedQuery& p, const uint4* weig
   }
 }
 
-// The same of all rows, with q from memory.
-__device__ __forceinline__ void AbsorbStored(const AbsorbedQuery& p, const uint4* weights, int head,
-                                             int first_column, int warp, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-  // Two tiles of rows at a time: their inputs are on their way together.
-#pragma unroll 1
-  for (int first_row = 8 * (warp >> 2); first_row < p.rows; first_row += 32) {
-    uint4 in[2][kMaxNope / 32];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if (first_row + 16 * n >= p.rows) break;
-      const bf16* x = p.q + min(first_row + 16 * n + g, p.rows - 1) * p.q_stride +
-                      static_cast<int64_t>(head) * (p.nope + p.rope) + 8 * t;
-#pragma unroll
-      for (int k = 0; k < kMaxNope / 32; ++k)
-        if (k * 32 < p.nope) in[n][k] = __ldcg(reinterpret_cast<const uint4*>(x + k * 32));
-    }
-    Absorb<2>(p, weights, in, head, first_row, first_column, warp, lane);
-  }
-}
-
-// q of a whole head, by a block that has waited long enough for the others.
-template <int kTiles, bool kMail>
-__device__ __forceinline__ void MakeOthers(const Params& p, Shared<kTiles>& shared, int head, int warp,
-                                           int lane) {
-  uint4 w[2 * kMaxSteps];
-  Inputs<kTiles> in;
-#pragma unroll 1
-  for (int other = head * p.tiles; other < (head + 1) * p.tiles; ++other) {
-    LoadWeights(w, p, other * kOuts, warp, lane);
-    in.Load(p, 0, warp, lane);
-    MakeQ<kTiles, kMail>(p, shared, w, in, other * kOuts, warp, lane);
-    __syncthreads();
-  }
-}
-
-// With mail: this block's part of the second product, once its head's q is there. False: after kLooks it is
-// not. Warp w of a block with columns brings what its head's tile w has made.
+// This block's columns of the second product, once its head's q is there. False: after kLooks it is not.
+// Warp w brings what its head's tile w has made.
 template <int kTiles>
 __device__ __forceinline__ bool TakeAndAbsorb(const Params& p, Shared<kTiles>& shared, int head, int tile,
                                               int warp, int lane) {
   static_assert(kMaxNope <= kWarps * kOuts && kOuts == 16);
-  const int column_tiles = p.absorb.latent / kColumns, half = p.absorb.rope / 2;
-  const int pair = (tile - column_tiles) * kThreads + static_cast<int>(threadIdx.x);
-  const bool columns = tile < column_tiles, rotates = !columns && pair < p.absorb.rows * half;
-  const unsigned launch = shared.launch;
+  // Lanes 4 i .. 4 i + 3 have a row's sixteen.
+  uint2 in[kTiles];
+  bool mine[kTiles];
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+    mine[n] = warp * kOuts < p.absorb.nope && 8 * n + (lane >> 2) < p.absorb.rows;
   bool there = false;
-  uint32_t bits = 0;
-  if (columns) {
-    // Lanes 4 i .. 4 i + 3 have a row's sixteen.
-    uint2 in[kTiles];
-    bool mine[kTiles];
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-      mine[n] = warp * kOuts < p.absorb.nope && 8 * n + (lane >> 2) < p.absorb.rows;
 #pragma unroll 1
-    for (int look = 0; look < kLooks && !there; ++look) {
-      there = true;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        if (mine[n])
-          there =
-              TakePairs2(in[n], Mail(p),
-                         MailIndex(p, 8 * n + (lane >> 2), (head * p.tiles + warp) * kOuts + 4 * (lane & 3)),
-                         launch) &&
-              there;
-      }
-    }
+  for (int look = 0; look < kLooks && !there; ++look) {
+    there = true;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       if (mine[n])
-        *reinterpret_cast<uint2*>(&shared.q[8 * n + (lane >> 2)][warp * kOuts + 4 * (lane & 3)]) = in[n];
+        there = TakePairs2(in[n], Mail(p),
+                           MailIndex(8 * n + (lane >> 2), (head * p.tiles + warp) * kOuts + 4 * (lane & 3)),
+                           shared.launch) &&
+                there;
     }
-  } else {
-    const int index = MailIndex(p, pair / half, head * p.tiles * kOuts + p.absorb.nope + 2 * (pair % half));
-#pragma unroll 1
-    for (int look = 0; look < kLooks && !there; ++look)
-      there = !rotates || TakePair(bits, Mail(p), index, launch);
+  }
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    if (mine[n])
+      *reinterpret_cast<uint2*>(&shared.q[8 * n + (lane >> 2)][warp * kOuts + 4 * (lane & 3)]) = in[n];
   }
   if (__syncthreads_or(!there)) return false;
-  if (columns && 8 * (warp >> 2) < p.absorb.rows) {
-    uint4 in[1][kMaxNope / 32];
+  constexpr int kEach = (kTiles + 1) / 2;
+  const int first_row = 8 * (warp >> 2);
+  if (first_row >= p.absorb.rows) return true;
+  uint4 q[kEach][kMaxNope / 32];
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
 #pragma unroll
     for (int k = 0; k < kMaxNope / 32; ++k) {
       if (k * 32 < p.absorb.nope)
-        in[0][k] = *reinterpret_cast<const uint4*>(
-            &shared.q[8 * (warp >> 2) % (8 * kTiles) + (lane >> 2)][8 * (lane & 3) + k * 32]);
+        q[n][k] = *reinterpret_cast<const uint4*>(
+            &shared.q[(first_row + 16 * n) % (8 * kTiles) + (lane >> 2)][8 * (lane & 3) + k * 32]);
     }
-    Absorb<1>(p.absorb, shared.absorb, in, head, 8 * (warp >> 2), tile * kColumns, warp, lane);
   }
-  if (rotates) {
-    *reinterpret_cast<uint32_t*>(RopeOut(p.absorb, head, pair / half, pair % half)) =
-        Rotated(bits, reinterpret_cast<const float2*>(shared.absorb)[threadIdx.x]);
-  }
-  // The last block that has used the launch's number leaves it to the next launch.
-  if (threadIdx.x == kThreads - 1 && atomicAdd(p.state, 1u) == static_cast<unsigned>(p.heads * p.tiles) - 1)
-    p.state[0] = 0, p.state[1] = launch;
+  Absorb<kEach>(p.absorb, shared.absorb, q, head, first_row, tile * kColumns, warp, lane);
   return true;
 }
 
@@ -304,37 +292,43 @@ __device__ __forceinline__ bool TakeAndAbsorb(const Params& p, Shared<kTiles>& s
 template <int kTiles>
 __device__ __noinline__ void MakeOthersAndAbsorb(const Params& p, Shared<kTiles>& shared, int head, int tile,
                                                  int warp, int lane) {
-  MakeOthers<kTiles, true>(p, shared, head, warp, lane);
+  Weights<kTiles> w;
+  Inputs<kTiles> in;
+#pragma unroll 1
+  for (int other = 0; other * kOuts < p.absorb.nope; ++other) {
+    w.Load(p, shared.warps[warp], (head * p.tiles + other) * kOuts, warp, lane);
+    in.Load(p, warp, lane);
+    CopyAsyncWait();
+    MakeQ(p, shared, w, in, head, other, warp, lane);
+    __syncthreads();
+  }
   while (!TakeAndAbsorb(p, shared, head, tile, warp, lane)) {
   }
 }
 
-template <int kTiles, bool kMail>
-__global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
-    MlaQueryKernel(const __grid_constant__ Params p) {
-  __shared__ __align__(16) Shared<kTiles> shared;
+template <int kTiles>
+__global__ void __launch_bounds__(kThreads, 2) MlaQueryKernel(const __grid_constant__ Params p) {
+  extern __shared__ uint4 room[];
+  Shared<kTiles>& shared = *reinterpret_cast<Shared<kTiles>*>(room);
   LaunchDependents();
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int blocks = p.heads * p.tiles, rows = p.absorb.rows;
   if (static_cast<int>(blockIdx.x) >= blocks) {
     WaitForPrevious();
     for (int row = blockIdx.x - blocks; row < rows; row += gridDim.x - blocks)
-      WriteKey(p.prepare, row, &shared.squares[0][0]);
+      WriteKey(p.prepare, row, shared.key);
     return;
   }
   const int head = blockIdx.x / p.tiles, tile = blockIdx.x - head * p.tiles;
-  const int column_tiles = p.absorb.latent / kColumns;
-  for (int i = threadIdx.x; i < kWarps * p.steps * 4; i += kThreads)
-    CopyAsync16(SharedAddress(shared.norm + i), p.prepare.q_norm + i * 8);
-  asm volatile("cp.async.commit_group;" ::: "memory");
-  uint4 w[2 * kMaxSteps];
-  LoadWeights(w, p, blockIdx.x * kOuts, warp, lane);
-  // The second product's weights, or in their place the angle of this thread's first pair: a head's blocks
-  // without columns share out its rope part.
-  const int half = p.absorb.rope / 2, pairs = rows * half;
-  const int first_pair = (tile - column_tiles) * kThreads + static_cast<int>(threadIdx.x);
-  float2& first_angle = reinterpret_cast<float2*>(shared.absorb)[threadIdx.x];
-  if (tile < column_tiles) {
+  // A warp's part of the norm's weights, which nobody else reads.
+  if (lane < p.steps * 4)
+    CopyAsync16(SharedAddress(shared.warps[warp].norm + lane),
+                p.prepare.q_norm + (warp * p.steps * 4 + lane) * 8);
+  Weights<kTiles> w;
+  w.Load(p, shared.warps[warp], blockIdx.x * kOuts, warp, lane);
+  CopyAsyncCommit();
+  const bool columns = tile * kColumns < p.absorb.latent;
+  if (columns) {
     const bf16* from = p.absorb.w +
                        static_cast<int64_t>(head) * (p.absorb.nope + p.absorb.v) * p.absorb.latent +
                        tile * kColumns;
@@ -343,50 +337,65 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
       CopyAsync16(SharedAddress(shared.absorb) + (row * kPitch + chunk * 8) * 2,
                   from + static_cast<int64_t>(row) * p.absorb.latent + chunk * 8);
     }
-  } else if (first_pair < pairs) {
-    first_angle = AngleOf(p.absorb, first_pair / half, first_pair % half);  // positions: rule 5 of launch.cuh
   }
-  asm volatile("cp.async.commit_group;" ::: "memory");
+  CopyAsyncCommit();
+  const int in_rope = tile * kOuts + OutOfThread() - p.absorb.nope;
+  float2 angle = {};
+  if (in_rope >= 0 && RowOfThread() < rows)
+    angle = AngleOf(p.absorb, RowOfThread(), in_rope / 2);  // positions: rule 5 of launch.cuh
   WaitForPrevious();
   Inputs<kTiles> in;
-  in.Load(p, 0, warp, lane);
-  if (kMail && threadIdx.x == 0) {
-    const unsigned launch = LoadRelaxedDevice(p.state + 1) + 1;
+  in.Load(p, warp, lane);
+  if (threadIdx.x == 0) {
+    const unsigned launch = LoadRelaxedDevice(p.state + kQueryNumber) + 1;
     shared.launch = launch + (launch == 0);  // mail never written has zero
   }
-  asm volatile("cp.async.wait_group 1;" ::: "memory");
-  __syncthreads();
-  MakeQ<kTiles, kMail>(p, shared, w, in, blockIdx.x * kOuts, warp, lane);
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-  if (kMail) {
+  CopyAsyncWaitGroups<1>();
+  __syncwarp();
+  MakeQ(p, shared, w, in, head, tile, warp, lane, angle);
+  // The last block that has read the launch's number leaves it to the next launch. It is known to be the last
+  // when nothing waits for this thread any more.
+  unsigned readers = 0;
+  if (threadIdx.x == 0) readers = atomicAdd(p.state + kQueryReaders, 1u);
+  if (columns) {
+    CopyAsyncWaitGroups<0>();
     if (!TakeAndAbsorb(p, shared, head, tile, warp, lane))
       MakeOthersAndAbsorb(p, shared, head, tile, warp, lane);
-    return;
   }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(p.done + head, 1u);
-    int looks = 0;
-    while (LoadAcquireDevice(p.done + head) < static_cast<unsigned>(p.tiles) && ++looks < kLooks) {
-    }
-    shared.alone = looks == kLooks;
-    // The last to have seen its head's blocks cleans up: nobody looks any more.
-    if (atomicAdd(p.done + p.heads, 1u) == static_cast<unsigned>(blocks) - 1) {
-      for (int i = 0; i <= p.heads; ++i) p.done[i] = 0;
-    }
-  }
-  __syncthreads();
-  if (shared.alone) MakeOthers<kTiles, kMail>(p, shared, head, warp, lane);
-  if (tile < column_tiles) {
-    AbsorbStored(p.absorb, shared.absorb, head, tile * kColumns, warp, lane);
-    return;
-  }
-  const int step = (p.tiles - column_tiles) * kThreads;
-  for (int pair = first_pair; pair < pairs; pair += step) {
-    const int row = pair / half, i = pair % half;
-    RotatePair(p.absorb, head, row, i, pair == first_pair ? first_angle : AngleOf(p.absorb, row, i));
-  }
+  if (threadIdx.x == 0 && readers == static_cast<unsigned>(blocks) - 1)
+    p.state[kQueryReaders] = 0, p.state[kQueryNumber] = shared.launch;
+}
+
+// Rows first .. first + rows - 1 of the op.
+cudaError_t LaunchRows(const Launch& launch, const kernels::MlaQueryArgs& args, int64_t first, int64_t rows) {
+  Params p;
+  p.prepare = args.prepare;
+  p.prepare.qkv = args.prepare.qkv.Rows(first, rows);
+  p.prepare.positions += first;
+  p.prepare.slots += first;
+  kernels::AbsorbQueryArgs absorb = args.absorb;
+  absorb.q = absorb.q.Rows(first, rows);
+  absorb.out = absorb.out.Rows(first, rows);
+  absorb.positions += first;
+  p.absorb = MakeAbsorbedQuery(absorb);
+  p.w = Data<bf16>(args.w_q_b);
+  p.w_stride = args.w_q_b.stride;
+  p.heads = static_cast<int>(absorb.heads);
+  p.tiles = static_cast<int>((absorb.nope + absorb.rope) / kOuts);
+  p.steps = static_cast<int>(args.prepare.q_lora / (32 * kWarps));
+  p.per_input = 1.0f / static_cast<float>(args.prepare.q_lora);
+  p.state = launch.counters + kCounters + kMoeState;
+  const dim3 grid(p.heads * p.tiles + static_cast<int>(rows));
+  // More shared memory than it uses, so that two do not fit; the next kernel still does. Not where blocks
+  // would have to wait for a place, and those of their heads for them.
+  const bool alone = static_cast<int>(grid.x) <= launch.processors && HoldsTwoLargest();
+  const size_t least = alone ? SharedOfMultiprocessor() / 2 : 0;
+  const auto run = [&](auto* kernel, size_t shared) {
+    return LaunchAfter(launch, kernel, grid, dim3(kThreads), std::max(shared, least), p);
+  };
+  if (rows <= 8) return run(MlaQueryKernel<1>, sizeof(Shared<1>));
+  if (rows <= 16) return run(MlaQueryKernel<2>, sizeof(Shared<2>));
+  return run(MlaQueryKernel<4>, sizeof(Shared<4>));
 }
 
 }  // namespace
@@ -397,52 +406,33 @@ cudaError_t MlaQuery(const Launch& launch, const kernels::MlaQueryArgs& args) {
   const auto aligned = [](const void* data, int64_t stride) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
   };
-  Params p;
-  p.prepare = prepare;
-  p.absorb = MakeAbsorbedQuery(absorb);
-  p.w = Data<bf16>(args.w_q_b);
-  p.w_stride = args.w_q_b.stride;
-  p.heads = static_cast<int>(absorb.heads);
-  p.tiles = static_cast<int>((absorb.nope + absorb.rope) / kOuts);
-  p.steps = static_cast<int>(prepare.q_lora / (32 * kWarps));
-  p.done = launch.counters;
-  p.state = launch.counters + kCounters + kMoeState;
+  const int64_t rows = prepare.qkv.rows, head_outs = absorb.nope + absorb.rope,
+                outs = absorb.heads * head_outs;
   const bool fits =
-      prepare.qkv.rows > 0 && prepare.qkv.rows <= kMaxRows && absorb.q.rows == prepare.qkv.rows &&
-      args.w_q_b.rows == absorb.heads * (absorb.nope + absorb.rope) && p.heads > 0 && p.heads < kCounters &&
-      prepare.qkv.dtype == kernels::DType::kBF16 && prepare.pool.dtype == kernels::DType::kBF16 &&
-      absorb.q.dtype == kernels::DType::kBF16 && absorb.out.dtype == kernels::DType::kBF16 &&
-      args.w_q_b.dtype == kernels::DType::kBF16 && prepare.q_lora % (32 * kWarps) == 0 &&
-      p.steps <= kMaxSteps && prepare.q_lora == args.w_q_b.cols && prepare.latent % 8 == 0 &&
-      prepare.latent / 8 <= kThreads && prepare.rope % 2 == 0 && prepare.rope / 2 <= kThreads &&
-      absorb.positions != nullptr && (absorb.nope + absorb.rope) % kOuts == 0 && absorb.nope % 32 == 0 &&
-      absorb.nope <= kMaxNope && absorb.rope % 8 == 0 && absorb.latent % kColumns == 0 &&
-      absorb.latent / kColumns < p.tiles && aligned(prepare.qkv.data, prepare.qkv.stride) &&
+      rows > 0 && rows <= kMaxRows * kMaxLaunches && absorb.q.rows == rows && args.w_q_b.rows == outs &&
+      absorb.heads > 0 && prepare.qkv.dtype == kernels::DType::kBF16 &&
+      prepare.pool.dtype == kernels::DType::kBF16 && absorb.q.dtype == kernels::DType::kBF16 &&
+      absorb.out.dtype == kernels::DType::kBF16 && args.w_q_b.dtype == kernels::DType::kBF16 &&
+      prepare.q_lora % (32 * kWarps) == 0 && prepare.q_lora <= 32 * kWarps * kMaxSteps &&
+      prepare.q_lora == args.w_q_b.cols && prepare.latent % 8 == 0 && prepare.latent / 8 <= kThreads &&
+      prepare.rope % 2 == 0 && prepare.rope / 2 <= kThreads && absorb.positions != nullptr &&
+      head_outs % kOuts == 0 && absorb.nope % 32 == 0 && absorb.nope <= kMaxNope && absorb.rope % 8 == 0 &&
+      absorb.latent % kColumns == 0 && absorb.latent / kColumns <= head_outs / kOuts &&
+      kMaxRows * outs <= kQueryMailWords && aligned(prepare.qkv.data, prepare.qkv.stride) &&
       aligned(prepare.pool.data, prepare.pool.stride) && aligned(prepare.q_norm, 0) &&
-      aligned(prepare.kv_norm, 0) && aligned(p.w, p.w_stride) && aligned(absorb.w_kv_b, 0) &&
-      aligned(absorb.q.data, absorb.q.stride) && aligned(absorb.out.data, absorb.out.stride);
+      aligned(prepare.kv_norm, 0) && aligned(args.w_q_b.data, args.w_q_b.stride) &&
+      aligned(absorb.w_kv_b, 0) && aligned(absorb.q.data, absorb.q.stride) &&
+      aligned(absorb.out.data, absorb.out.stride);
   if (!fits) {
     cudaError_t error = MlaPrepare(launch, prepare);
     if (error == cudaSuccess)
       error = Gemm(launch, {prepare.qkv.Columns(0, prepare.q_lora), args.w_q_b, absorb.q});
     return error == cudaSuccess ? AbsorbQuery(launch, absorb) : error;
   }
-  const int rows = p.absorb.rows;
-  const dim3 grid(p.heads * p.tiles + std::min(rows, kMaxKeyBlocks));
-  // A thread of the blocks without columns has one pair at most.
-  const int64_t pairs = rows * (p.absorb.rope / 2);
-  const bool mail = rows <= kMailRows && rows * static_cast<int64_t>(args.w_q_b.rows) <= kQueryMailWords &&
-                    pairs <= (p.tiles - absorb.latent / kColumns) * kThreads;
-  const auto kernel = rows <= 8 && mail    ? MlaQueryKernel<1, true>
-                      : rows <= 8          ? MlaQueryKernel<1, false>
-                      : rows <= 16 && mail ? MlaQueryKernel<2, true>
-                      : rows <= 16         ? MlaQueryKernel<2, false>
-                                           : MlaQueryKernel<4, false>;
-  // More shared memory than it uses, so that two do not fit; the next kernel still does. Not where blocks
-  // would have to wait for a place, and those of their heads for them.
-  const bool alone = rows <= kAloneRows && static_cast<int>(grid.x) <= launch.processors && HoldsTwoLargest();
-  const size_t more = alone ? SharedOfMultiprocessor() / 2 - sizeof(Shared<1>) : 0;
-  return LaunchAfter(launch, kernel, grid, dim3(kThreads), more, p);
+  cudaError_t error = cudaSuccess;
+  for (int64_t first = 0; first < rows && error == cudaSuccess; first += kMaxRows)
+    error = LaunchRows(launch, args, first, std::min<int64_t>(rows - first, kMaxRows));
+  return error;
 }
 
 }  // namespace kdt::cuda

@@ -72,8 +72,10 @@ __device__ __forceinline__ void StoreAbsorbed(const AbsorbedQuery& p, const floa
   const bool odd = (g & 1) != 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float mine = acc[2 * half + odd];
-    const float other = __shfl_xor_sync(~0u, acc[2 * half + !odd], 4);
+    // Chosen by value: an index would put acc into local memory.
+    const float even_row = acc[2 * half], odd_row = acc[2 * half + 1];
+    const float mine = odd ? odd_row : even_row;
+    const float other = __shfl_xor_sync(~0u, odd ? even_row : odd_row, 4);
     const int row = first_row + 2 * t + odd, column = first_column + 8 * half + (g & ~1);
     if (row >= p.rows) continue;
     bf16* to = p.out + row * p.out_stride + static_cast<int64_t>(head) * (p.latent + p.rope) + column;

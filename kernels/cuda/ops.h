@@ -39,8 +39,11 @@ inline constexpr int kCounters = 16384;
 // each of two phases 1024 + 2, and activations on their way from block to block, two words each pair of them.
 inline constexpr int kMoePhaseWords = 1024 + 2, kMoeMailWords = 2 * 8192;
 inline constexpr int kMoeState = 4 + 2 * kMoePhaseWords + kMoeMailWords;
-// Behind that, what MlaQuery keeps: four words, and those of q on its way from block to block.
-inline constexpr int kQueryMailWords = 2 * 16384, kQueryState = 4 + kQueryMailWords;
+// Behind that, what MlaQuery keeps: how many blocks have read the number of the last launch, that number, each
+// in a line of its own, and q on its way from block to block (of 32 rows of 64 heads) in whole lines.
+inline constexpr int kQueryReaders = 0, kQueryNumber = 32;
+inline constexpr int kQueryFront = 64 - (kCounters + kMoeState) % 32;
+inline constexpr int kQueryMailWords = 32 * 64 * 192, kQueryState = kQueryFront + kQueryMailWords;
 static_assert((kCounters + kMoeState) % 4 == 0);  // mail is read 16 bytes at a time
 inline constexpr int kAllCounters = kCounters + kMoeState + kQueryState;
 
