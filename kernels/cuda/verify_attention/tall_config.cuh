@@ -46,6 +46,7 @@ struct TallConfig {
   static constexpr int kFragmentsAt = kProbsAt + 2 * kProbs;                // of a group: rope parts
   static constexpr int kFactorsAt = kFragmentsAt + kGroupRows * kRope * 2;  // of a group
   static constexpr int kReferencesAt = kFactorsAt + 2 * kFactors;  // of a group; at the end one over the sums
+  // Rows of 128 bytes, swizzled, are what the rope parts come in.
   static constexpr int kGroupBytes = (kReferencesAt + kGroupRows * 4 + 127) / 128 * 128;
   static constexpr int kQueryRopeAt = kGroupAt + kFragmentsAt, kQueryRopeStep = kGroupBytes;
   static constexpr int kBarriersAt = kGroupAt + kGroups * kGroupBytes;

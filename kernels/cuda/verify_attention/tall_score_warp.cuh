@@ -130,7 +130,7 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         int visible = 0;
-#pragma unroll 2
+#pragma unroll 2  // rolled up whole, it makes the assembler keep the warp's number in vector registers
         for (int k = 0; k < 4; ++k) {
           const int key = it.begin + round * kTileKeys + 2 * (LaneIndex() & 3) + (k & 1) + 4 * (k & 2);
           const int flat = it.tile * C::kTileRows + group * C::kGroupRows + own_row(i);
