@@ -143,6 +143,24 @@ def gemm(old):
         yield cells
 
 
+def read_floors(old):
+    """Products and moe beside kernels that only read the same bytes: us; the bar is a share of the read rate."""
+    found = {}  # (op or product, rows) -> result
+    for result in data("read_floors")["results"]:
+        name, rows = re.fullmatch(r"(.*?) ?rows (\d+).*", result["shape"]).groups()
+        found[name or result["op"], rows] = result
+    rate = data("read_floors")["read_bytes_per_s"]
+    for row in old:
+        name, rows, share = (*row[0].split(", rows "), 0.7) if row[0].startswith("moe") else (row[0], "1", 0.75)
+        result = found[name, rows]
+        alone = result["bytes"] / rate * 1e6
+        cells = [row[0], f"{result['bytes'] * 1e-6:.1f}", f"{alone:.1f}", f"{alone / share:.1f}"]
+        for form in "read", "dependent", "dependent_twice":
+            cells.append(f"{result[f'floor_{form}_us']:.1f}" if f"floor_{form}_us" in result else "")
+        cells.append(f"{result['us']:.1f}")
+        yield cells + ["" if name == "moe" else f"{found[name, more]['us']:.1f}" for more in ("8", "16", "32")]
+
+
 def layers():
     """The captured layers of layer_h200.txt: rows -> (us, floor, [(op, costs, alone, floor)])."""
     found = {}
@@ -182,6 +200,7 @@ TABLES = [
     ("kernels/verify_attention.md", "| | shared out (default) | split_keys 256 | 512 | 1024 |", split_keys),
     ("kernels/peers.md", "| context | rows | ours | extend, tree mask | decode, 64 splits | FlashInfer fa2 | FlashInfer fa3 |", peers),
     ("kernels/moe.md", "| rows | experts | us | TB/s | share | before |", moe),
+    ("kernels/read_floors.md", "| bytes of | MB | alone | bar | read | dependent | with a hand-over | ours | 8 rows | 16 | 32 |", read_floors),
     ("kernels/gemm.md", "| shape | floor | 1 row | 4 | 8 | 16 | 32 | 64 |", gemm),
     ("kernels/layer.md", "| rows | layer | floor | ratio | former | before | first |", layer),
     ("kernels/layer.md", "| rows | qkv_a | mla_query | attention | absorbed value | o | norm | scores, shared gate and up | "

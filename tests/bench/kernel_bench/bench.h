@@ -27,11 +27,22 @@ struct Rates {
   double mma = 0;   // FLOP a second
 };
 
+// The least time in which a kernel that only reads a row's bytes takes its place in the same chain, and which
+// of the ways to read that was (read_floor.h). No microseconds: not measured.
+struct ReadTime {
+  double microseconds = 0;
+  std::string way;
+};
+struct ReadTimes {
+  ReadTime read, dependent, dependent_twice;
+};
+
 struct Row {
   std::string op, shape;
   double microseconds;       // median
   double bytes, flop;        // that the op must move and do at least
   double roof_microseconds;  // the larger of bytes over the read rate and flop over the mma rate
+  ReadTimes floor = {};
 };
 
 class Bench {

@@ -9,6 +9,26 @@
 #include "tests/bench/kernel_bench/device.h"
 
 namespace kdt::bench {
+namespace {
+
+// Those that were measured.
+template <typename F>
+void ForEachFloor(const ReadTimes& floor, const F& f) {
+  if (floor.read.microseconds > 0) f("read", floor.read);
+  if (floor.dependent.microseconds > 0) f("dependent", floor.dependent);
+  if (floor.dependent_twice.microseconds > 0) f("dependent_twice", floor.dependent_twice);
+}
+
+std::string FloorJson(const ReadTimes& floor) {
+  std::string json;
+  ForEachFloor(floor, [&](const char* name, const ReadTime& time) {
+    json += std::string(", \"floor_") + name + "_us\": " + std::to_string(time.microseconds) + ", \"floor_" +
+            name + "_way\": \"" + time.way + "\"";
+  });
+  return json;
+}
+
+}  // namespace
 
 Bench::Bench(int repeats) : repeats_(repeats) {
   cudaDeviceProp properties;
@@ -86,9 +106,13 @@ double Bench::Chain(int count, const std::function<cudaError_t(int)>& run) const
 
 void Bench::Report(Row row) {
   row.roof_microseconds = std::max(row.bytes / rates_.read, row.flop / rates_.mma) * 1e6;
-  std::printf("%-16s %-34s %9.1f us  %8.1f MB  %8.2f GFLOP  roof %7.1f us  %5.1f%%\n", row.op.c_str(),
+  std::printf("%-16s %-34s %9.1f us  %8.1f MB  %8.2f GFLOP  roof %7.1f us  %5.1f%%", row.op.c_str(),
               row.shape.c_str(), row.microseconds, row.bytes * 1e-6, row.flop * 1e-9, row.roof_microseconds,
               100.0 * row.roof_microseconds / row.microseconds);
+  ForEachFloor(row.floor, [](const char* name, const ReadTime& time) {
+    std::printf("  %s %.2f us", name, time.microseconds);
+  });
+  std::printf("\n");
   rows_.push_back(std::move(row));
 }
 
@@ -100,7 +124,7 @@ void Bench::WriteJson(const std::string& path, const std::string& device) const 
     const Row& r = rows_[i];
     file << "  {\"op\": \"" << r.op << "\", \"shape\": \"" << r.shape << "\", \"us\": " << r.microseconds
          << ", \"bytes\": " << r.bytes << ", \"flop\": " << r.flop << ", \"roof_us\": " << r.roof_microseconds
-         << "}" << (i + 1 < rows_.size() ? ",\n" : "\n");
+         << FloorJson(r.floor) << "}" << (i + 1 < rows_.size() ? ",\n" : "\n");
   }
   file << "]}\n";
 }

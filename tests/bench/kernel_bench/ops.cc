@@ -7,6 +7,7 @@
 #include "kernels/cuda/gemm/library.h"
 #include "tests/bench/kernel_bench/bench.h"
 #include "tests/bench/kernel_bench/device.h"
+#include "tests/bench/kernel_bench/read_floor.h"
 
 namespace kdt::bench {
 
@@ -15,6 +16,7 @@ using kernels::MakeTensor;
 
 namespace {
 constexpr int64_t kHeads = 8, kLatent = 512, kRope = 64, kWidth = 576;
+constexpr int64_t kFloorRows = 64;       // with more of them, weights are not what counts
 constexpr int64_t kPoolSlots = 1200000;  // 1.4 GB: several contexts, so that no run finds its keys in L2
 }  // namespace
 
@@ -135,6 +137,10 @@ void BenchMoe(Bench& bench) {
   FillNormal(bench.launch().stream, x, 1024 * kHidden, 5, 1.0f);
   void* out = bench.Memory(1024 * kHidden * 2);
   constexpr int kChoices = 8;  // other experts in each run
+  const size_t read_bytes = size_t{2} << 30;
+  void* read_pool = bench.Memory(read_bytes);
+  FillBits(bench.launch().stream, read_pool, read_bytes / 4, 50);
+  ReadFloors floors(bench, read_pool, read_bytes);
   for (const int64_t rows : {1, 4, 8, 16, 32, 64, 128, 256, 512, 1024}) {
     std::vector<int32_t> ids;
     double distinct = 0;
@@ -163,7 +169,12 @@ void BenchMoe(Bench& bench) {
     const double flop = 2.0 * 3 * kInner * kHidden * kTopK * static_cast<double>(rows);
     const std::string name =
         "rows " + std::to_string(rows) + " experts " + std::to_string(static_cast<int>(distinct + 0.5));
-    bench.Report({"moe", name, bench.Chain(2 * kChoices, run), bytes, flop, 0});
+    ReadTimes floor;
+    if (rows <= kFloorRows) {
+      const auto least = [&](ReadForm form) { return floors.Least(form, bytes, 2 * kChoices); };
+      floor = {least(ReadForm::kRead), least(ReadForm::kDependent), least(ReadForm::kDependentTwice)};
+    }
+    bench.Report({"moe", name, bench.Chain(2 * kChoices, run), bytes, flop, 0, floor});
     bench.Report({"moe alone", name, bench.Median(run), bytes, flop, 0});
   }
   // With the choice and the shared experts' down product, and the same as ops of their own in front. Random
@@ -223,13 +234,17 @@ void BenchGemm(Bench& bench) {
   const size_t bytes = size_t{2} << 30;  // weights are taken from another place in each run
   void* w = bench.Memory(bytes);
   FillNormal(bench.launch().stream, w, bytes / 2, 7, 0.05f);
+  ReadFloors floors(bench, w, bytes);
   for (const Shape s : {Shape{"qkv_a", 2112, 7168}, Shape{"q_b", 1536, 1536}, Shape{"o", 7168, 1024},
                         Shape{"shared gate_up", 512, 7168}, Shape{"shared down", 7168, 256},
                         Shape{"shared down, gated", 7168, 256, false, true}, Shape{"router", 384, 7168, true},
                         Shape{"dense gate_up", 4608, 7168}, Shape{"dense down", 7168, 2304},
                         Shape{"lm_head", 20480, 7168, true}}) {
+    const int64_t size = s.outs * s.in * 2;
+    const int chain = size > 100000000 ? 6 : 16;
+    const auto least = [&](ReadForm form) { return floors.Least(form, static_cast<double>(size), chain); };
+    const ReadTimes floor{least(ReadForm::kRead), least(ReadForm::kDependent), {}};
     for (const int64_t rows : {1, 4, 8, 16, 32, 64, 128, 256, 512, 1024}) {
-      const int64_t size = s.outs * s.in * 2;
       const int64_t places = static_cast<int64_t>(bytes) / size;
       int64_t place = 0;
       const auto args = [&] {
@@ -244,9 +259,9 @@ void BenchGemm(Bench& bench) {
       const std::string shape = std::string(s.name) + " " + std::to_string(s.outs) + "x" +
                                 std::to_string(s.in) + " rows " + std::to_string(rows);
       const double flop = 2.0 * static_cast<double>(rows * s.outs * s.in);
-      const int chain = size > 100000000 ? 6 : 16;
       bench.Report({"gemm", shape, bench.Median(run), static_cast<double>(size), flop, 0});
-      bench.Report({"gemm chain", shape, bench.Chain(chain, run), static_cast<double>(size), flop, 0});
+      bench.Report({"gemm chain", shape, bench.Chain(chain, run), static_cast<double>(size), flop, 0,
+                    rows <= kFloorRows ? floor : ReadTimes{}});
       if (!cuda::HaveLibrary() || s.gated) continue;
       const auto library = [&](int) { return cuda::LibraryGemm(bench.launch(), args()); };
       bench.Report(

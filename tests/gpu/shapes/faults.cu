@@ -15,10 +15,14 @@ __global__ void Race(const int* in, int* out) {
   values[threadIdx.x] = in[threadIdx.x];
   out[threadIdx.x] = values[kThreads - 1 - threadIdx.x];
 }
-// A barrier of 64 threads to which 48 come.
+// A barrier of 64 threads to which 48 come, from two places.
 __global__ void Short(const int* in, int* out) {
   out[threadIdx.x] = in[threadIdx.x];
-  if (threadIdx.x < 48) cuda::NamedBarrier(1, kThreads);
+  if (threadIdx.x < 32) {
+    cuda::NamedBarrier(1, kThreads);
+  } else if (threadIdx.x < 48) {
+    cuda::NamedBarrier(1, kThreads);
+  }
 }
 __global__ void Copies(const int* in, int* out) { out[threadIdx.x] = in[threadIdx.x] + 1; }
 

@@ -90,10 +90,8 @@ void Broad(Shapes& s) {
                {12, 1000, 320, false, false, true}});
 }
 void Square(Shapes& s) {
-  Products(s, {{33, 7168, 256},
-               {64, 8440, 544},
-               {50, 2100, 3104, true},
-               {64, 7168, 1024, false, false, true}});
+  Products(s,
+           {{33, 7168, 256}, {64, 8440, 544}, {50, 2100, 3104, true}, {64, 7168, 1024, false, false, true}});
 }
 // More than 64 rows without the library, and shapes that nothing else takes.
 void Tiles(Shapes& s) {
@@ -177,10 +175,9 @@ void MlaQueries(Shapes& s) {
 }  // namespace
 
 std::vector<Op> MatrixOps() {
-  return {{"gemm_stream", Stream},   {"gemm_whole", Whole}, {"gemm_held", Held},
-          {"gemm_even", Even},       {"gemm_broad", Broad}, {"gemm_square", Square},
-          {"gemm_tiles", Tiles},
-          {"gemm_library", Library}, {"absorb", Absorb},    {"mla_query", MlaQueries}};
+  return {{"gemm_stream", Stream}, {"gemm_whole", Whole},    {"gemm_held", Held},   {"gemm_even", Even},
+          {"gemm_broad", Broad},   {"gemm_square", Square},  {"gemm_tiles", Tiles}, {"gemm_library", Library},
+          {"absorb", Absorb},      {"mla_query", MlaQueries}};
 }
 
 }  // namespace kdt::shapes
