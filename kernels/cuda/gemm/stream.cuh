@@ -169,34 +169,36 @@ struct TilePlace {
   bool second;  // of the second part
 };
 
-// Rows of y: sum_of(load(row, out)) are the sums of four outputs. Of kRounds rounds of the block's threads all
-// loads are on their way before the first one's value is needed.
-template <typename S, int kRounds, typename Load, typename SumOf>
+// Rows of y, from sum_of(row, out): the sums of four outputs.
+template <typename S, typename SumOf>
 __device__ __forceinline__ void StoreTile(const StreamParams& p, const StreamPart& part, const TilePlace& at,
-                                          const Load& load, const SumOf& sum_of) {
-  using Loaded = decltype(load(0, 0));
+                                          const SumOf& sum_of) {
   if (part.gated) {
-    constexpr int kHere = kRounds > 1 ? kRounds / 2 : 1, kEights = S::kOuts / 8;
-    const int count = at.rows * kEights;
-    const auto place = [&](int i, int* row, int* out) {
-      *row = i / kEights, *out = i % kEights / 2 * 16 + i % 2 * 4;
-      return i < count && at.block_out + *out < part.outs;
-    };
-    for (int first = threadIdx.x; first < count; first += kHere * S::kThreads) {
-      Loaded gate[kHere], up[kHere];
-      int row, out;
-#pragma unroll
-      for (int r = 0; r < kHere; ++r) {
-        if (place(first + r * S::kThreads, &row, &out)) gate[r] = load(row, out), up[r] = load(row, out + 8);
-      }
-#pragma unroll
-      for (int r = 0; r < kHere; ++r) {
-        const int i = first + r * S::kThreads;
-        if (place(i, &row, &out))
-          StoreGated(part, (at.first_row + row) * part.y_stride + at.block_out / 2 + i % kEights * 4,
-                     sum_of(gate[r]), sum_of(up[r]));
-      }
+    for (int i = threadIdx.x; i < at.rows * (S::kOuts / 8); i += S::kThreads) {
+      const int row = i / (S::kOuts / 8), four = i % (S::kOuts / 8), out = four / 2 * 16 + four % 2 * 4;
+      if (at.block_out + out >= part.outs) continue;
+      StoreGated(part, (at.first_row + row) * part.y_stride + at.block_out / 2 + four * 4, sum_of(row, out),
+                 sum_of(row, out + 8));
     }
+    return;
+  }
+  for (int i = threadIdx.x; i < at.rows * (S::kOuts / 4); i += S::kThreads) {
+    const int row = i / (S::kOuts / 4), out = i % (S::kOuts / 4) * 4;
+    if (at.block_out + out >= part.outs) continue;
+    StoreOuts(part, p.accumulate,
+              blockIdx.z * p.y_head + (at.first_row + row) * part.y_stride + at.block_out + out,
+              at.block_out + out, sum_of(row, out));
+  }
+}
+
+// The same from sum_of(load(row, out)), kRounds rounds of the block's threads at a time: all their loads are on
+// their way before the first one's value is needed.
+template <typename S, int kRounds, typename Load, typename SumOf>
+__device__ __forceinline__ void StoreLoadedTile(const StreamParams& p, const StreamPart& part,
+                                                const TilePlace& at, const Load& load, const SumOf& sum_of) {
+  using Loaded = decltype(load(0, 0));
+  if (part.gated || kRounds == 1) {  // gate and up are two loads already
+    StoreTile<S>(p, part, at, [&](int row, int out) { return sum_of(load(row, out)); });
     return;
   }
   const int count = at.rows * (S::kOuts / 4);
@@ -245,7 +247,7 @@ __device__ __forceinline__ void StoreSums(const StreamParams& p, const StreamPar
     return sum;
   };
   if (p.splits == 1) {
-    StoreTile<S, 1>(p, part, at, of_warps, [](const float4& sum) { return sum; });
+    StoreTile<S>(p, part, at, of_warps);
     return;
   }
   for (int i = threadIdx.x; i < at.rows * (S::kOuts / 4); i += S::kThreads) {
@@ -270,7 +272,7 @@ __device__ __forceinline__ void AddShares(const StreamParams& p, const StreamPar
     };
     // As many rounds as there are, up to 64 registers.
     constexpr int kAll = (S::kRows * (S::kOuts / 4) + S::kThreads - 1) / S::kThreads;
-    StoreTile<S, (kAll < 16 / kShares ? kAll : 16 / kShares)>(
+    StoreLoadedTile<S, (kAll < 16 / kShares ? kAll : 16 / kShares)>(
         p, part, at,
         [&](int row, int out) {
           int64_t share;
