@@ -303,10 +303,8 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
     p.weights = args.expert_weights + first * args.top_k;
     p.few_ids = p.top_k == kFewChoiceTopK && p.rows <= kFewChoiceRows && Aligned16(p.ids);
     const bool mails = pairs <= kMailPairs && pairs * w.inner <= kMoeMailWords;
-    // The warps of a row that is alone fetch their activations in twos, for the block's two tiles of down,
-    // and have no turn for a third one.
-    const bool fewest =
-        mails && p.rows <= kFewestRows && (p.rows > 1 || p.down_tiles <= kDirectTeams * launch.processors);
+    const bool one = p.rows == 1 && pairs <= kMailPairs && kMailCopies * pairs * w.inner <= kMoeMailWords;
+    const bool fewest = mails && p.rows <= kFewestRows;
     const int64_t tiles = pairs * p.gate_tiles;
     const bool four = mails && p.rows > 1 && p.rows <= kFourRows &&
                       (p.rows > kFewestRows || TeamsAreBusy(launch, Form::kFour, tiles));
@@ -314,6 +312,7 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
                       : pairs > kSharedPairs                      ? Form::kMost
                       : pairs > kDirectPairs || p.rows > kFewRows ? Form::kMany
                       : four                                      ? Form::kFour
+                      : one                                       ? Form::kOne
                       : fewest                                    ? Form::kFewest
                       : TeamsAreBusy(launch, Form::kFew, tiles)   ? Form::kFew
                                                                   : Form::kWhole;
@@ -324,13 +323,14 @@ cudaError_t Moe(const Launch& launch, const kernels::MoeArgs& given) {
     const int steps = SlicesEach(form) * p.slice_steps;
     p.take_at = std::min(steps, IsDirect(form) ? 1 : 2);
     p.draw_at = std::min(steps, p.take_at + 2);
-    const auto kernel = form == Form::kFewest  ? MoeKernel<Form::kFewest>
-                        : form == Form::kFour  ? MoeKernel<Form::kFour>
-                        : form == Form::kFew   ? MoeKernel<Form::kFew>
-                        : form == Form::kWhole ? MoeKernel<Form::kWhole>
-                        : form == Form::kMany  ? MoeKernel<Form::kMany>
-                        : form == Form::kMost  ? MoeKernel<Form::kMost>
-                                               : MoeKernel<Form::kRagged>;
+    const auto kernel = form == Form::kOne      ? MoeKernel<Form::kOne>
+                        : form == Form::kFewest ? MoeKernel<Form::kFewest>
+                        : form == Form::kFour   ? MoeKernel<Form::kFour>
+                        : form == Form::kFew    ? MoeKernel<Form::kFew>
+                        : form == Form::kWhole  ? MoeKernel<Form::kWhole>
+                        : form == Form::kMany   ? MoeKernel<Form::kMany>
+                        : form == Form::kMost   ? MoeKernel<Form::kMost>
+                                                : MoeKernel<Form::kRagged>;
     const cudaError_t error = LaunchAfter(
         launch, kernel, dim3(launch.processors), kMoeThreads,
         chooses ? kFewBytes + sizeof(Few) : MoeSharedBytes(form == Form::kMost ? 0 : static_cast<int>(pairs)),

@@ -82,13 +82,13 @@ __device__ __forceinline__ void Worker<kForm>::Down() {
         }
       };
       // A single row, of one step, with one way to L2.
-      const bool row = kMail && left == 1 && p_.inner_groups == kStep;
+      const bool row = kSingle || (kMail && left == 1 && p_.inner_groups == kStep);
       if (kPairs && cell.tiles == 2) {
         float acc[2][2][4] = {};
         const bf16* x = inputs;
         int mail = (mine * inner + 8 * t_) / 2;
         if (row) {
-          FetchRow(mine, cell.tile);
+          FetchRow(mine);
           mail = kRow;
         }
 #pragma unroll 1
@@ -117,9 +117,9 @@ __device__ __forceinline__ void Worker<kForm>::Down() {
       for (int tile = 0; tile < cell.tiles; ++tile) {
         float acc[2][4] = {};
         const bf16* x = inputs;
-        int mail = (mine * inner + 8 * t_) / 2;
-        if (row) {
-          FetchRow(mine, cell.tile);
+        int mail = (mine * inner + (kDownRows && row ? 0 : 8 * t_)) / 2;
+        if (!kDownRows && row) {
+          FetchRow(mine);
           mail = kRow;
         }
         int groups_left = p_.inner_groups;
@@ -139,7 +139,15 @@ __device__ __forceinline__ void Worker<kForm>::Down() {
               next_second = Second();
             }
           }
-          Step<kStep, kMail>(acc, x, mail, groups, more, next, next_groups, next_second);
+          if (kDownRows && row) {
+            const auto of_group = [&] {
+              return ReadMailGroups<kSingle>(kSingle ? MailCopy(blockIdx.x % kMailCopies) : Mail(), mail,
+                                             shared_.launch, lane_);
+            };
+            RowStep<kStep>(acc, of_group, more, next, next_groups, next_second);
+          } else {
+            Step<kStep, kMail>(acc, x, mail, groups, more, next, next_groups, next_second);
+          }
           at_ = next;
           x += kStep * 32;
           if (mail != kRow) mail += kStep * 16;
@@ -177,23 +185,13 @@ __device__ __forceinline__ int Worker<kForm>::ProductAt(int pair) const {
   return pair * (kDirect ? kTileRows : static_cast<int>(p_.w.hidden));
 }
 
-// With kMail: the activations of a pair. With one row, where all wait for them at once, the two warps that
-// take the same expert, for the block's two tiles, fetch half of them each, to a place of either in turn.
+// With kMail: the activations of a pair.
 template <Form kForm>
-__device__ __forceinline__ void Worker<kForm>::FetchRow(int pair, int tile) {
-  const bool shared =
-      !kPairs && p_.rows == 1 && (warp_ >= kDirectTeam || tile + static_cast<int>(gridDim.x) < p_.down_tiles);
-  const int place = shared ? warp_ % kDirectTeam + (row_of_second_ ? kDirectTeam : 0) : warp_;
-  float* const row = shared_.exchange[place] + kSumFloats / 2;
+__device__ __forceinline__ void Worker<kForm>::FetchRow(int pair) {
+  float* const row = shared_.exchange[warp_] + kSumFloats / 2;
   row_ = SharedAddress(row);
-  row_of_second_ = !row_of_second_;
-  if (shared) {
-    ReadMailRow<1>(row, Mail(), pair, shared_.launch, warp_ / kDirectTeam * 32 + lane_);
-    NamedBarrier(1 + kDirectTeams + warp_ % kDirectTeam, 64);
-  } else {
-    ReadMailRow<2>(row, Mail(), pair, shared_.launch, lane_);
-    __syncwarp();
-  }
+  ReadMailRow(row, Mail(), pair, shared_.launch, lane_);
+  __syncwarp();
 }
 
 template <Form kForm>

@@ -49,7 +49,14 @@ __device__ __forceinline__ unsigned Worker<kForm>::GateTile(unsigned ticket, uns
             next_second = Second();
           }
         }
-        Step<kAll ? kGateStep : kStep, false>(acc, x, 0, groups, more, next, next_groups, next_second);
+        if (kSingle || (kGateRows && columns == 1)) {
+          const auto of_group = [&] {
+            return *reinterpret_cast<const uint4*>(x + min(g_, kGateStep - 1) * 32);
+          };
+          RowStep<kGateStep>(acc, of_group, more, next, next_groups, next_second);
+        } else {
+          Step<kAll ? kGateStep : kStep, false>(acc, x, 0, groups, more, next, next_groups, next_second);
+        }
         at_ = next;
         x += groups * 32;
       }
@@ -129,8 +136,17 @@ __device__ __forceinline__ void Worker<kForm>::FinishFew(int round, int tile, in
 #pragma unroll
     for (int i = 0; i < kSlices; i += kSlicesEach) sum += part[i] + part[i + 1] + part[i + 2] + part[i + 3];
     sum *= kUnscale;
-    const float value = Activation(sum, __shfl_down_sync(~0u, sum, 16)),
-                next = __shfl_down_sync(~0u, value, 1);
+    const float value = Activation(sum, __shfl_down_sync(~0u, sum, 16));
+    if (kSingle) {
+      // Every copy, eight lanes each.
+      static_assert(kMailCopies * 8 == 32);
+      const int two = lane_ % 8;
+      const float low = __shfl_sync(~0u, value, 2 * two), high = __shfl_sync(~0u, value, 2 * two + 1);
+      PostPair(MailCopy(lane_ / 8), (pairs_[begin + column] * inner + tile * 16) / 2 + two,
+               PackBf16(low, high), shared_.launch);
+      continue;
+    }
+    const float next = __shfl_down_sync(~0u, value, 1);
     if (lane_ < 16 && lane_ % 2 == 0) {
       PostPair(Mail(), (pairs_[begin + column] * inner + tile * 16 + lane_) / 2, PackBf16(value, next),
                shared_.launch);

@@ -37,19 +37,17 @@ __device__ __forceinline__ void ReadMail(Inputs& inputs, const unsigned* mail, i
   }
 }
 
-// Of the kMailRow values of a pair four at `place` (0..63), with kParts == 2 four at place + 32 too, to
-// shared memory when they are there.
+// Of the kMailRow values of a pair eight of each lane to shared memory, when they are there.
 inline constexpr int kMailRow = 256;
-template <int kParts>
 __device__ __forceinline__ void ReadMailRow(float* to, const unsigned* mail, int pair, unsigned launch,
-                                            int place) {
-  const unsigned* const from = mail + pair * kMailRow + place * 4;
-  uint64_t word[2 * kParts];
+                                            int lane) {
+  const unsigned* const from = mail + pair * kMailRow + lane * 4;
+  uint64_t word[4];
   bool there;
   do {
     there = true;
 #pragma unroll
-    for (int i = 0; i < 2 * kParts; i += 2) {
+    for (int i = 0; i < 4; i += 2) {
       asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];"
                    : "=l"(word[i]), "=l"(word[i + 1])
                    : "l"(from + i * 64)
@@ -58,10 +56,25 @@ __device__ __forceinline__ void ReadMailRow(float* to, const unsigned* mail, int
               static_cast<uint32_t>(word[i + 1] >> 32) == launch;
     }
   } while (!__all_sync(~0u, there));
-  uint2* const row = reinterpret_cast<uint2*>(to) + place;
+  uint2* const row = reinterpret_cast<uint2*>(to) + lane;
 #pragma unroll
-  for (int i = 0; i < kParts; ++i)
+  for (int i = 0; i < 2; ++i)
     row[32 * i] = make_uint2(static_cast<uint32_t>(word[2 * i]), static_cast<uint32_t>(word[2 * i + 1]));
+}
+
+// Of eight groups' values, the first of them at pair `index`, the eight that row.cuh wants of a lane. All
+// blocks ask for a row that is alone, again and again, and so keep each other waiting, and the stores too:
+// there are copies of the row, and with kOnce what a lane has it does not ask for again.
+inline constexpr int kMailCopies = 4;
+template <bool kOnce>
+__device__ __forceinline__ uint4 ReadMailGroups(const unsigned* mail, int index, unsigned launch, int lane) {
+  uint2 low, high;
+  bool first = false, second = false;
+  do {
+    if (!kOnce || !first) first = TakePairs2(low, mail, index + lane * 4, launch);
+    if (!kOnce || !second) second = TakePairs2(high, mail, index + lane * 4 + 2, launch);
+  } while (!__all_sync(~0u, first && second));
+  return make_uint4(low.x, low.y, high.x, high.y);
 }
 
 }  // namespace kdt::cuda

@@ -35,6 +35,7 @@ inline constexpr int kMaxBlocks = 256;
 
 // Forms of the kernel. Where `widths fit` every step of a warp has all its groups.
 enum class Form {
+  kOne,     // as kFewest, for one row: all experts have a single row (row.cuh)
   kFewest,  // as kFour, but a team is the whole block, and tiles of down are on their own
   kFour,   // two tiles of down for all experts, summed in the block; activations go by mail (mail.cuh), and a
            // team is half the block
@@ -50,7 +51,7 @@ static_assert(kFewRows <= kDirectTeam);
 __host__ __device__ constexpr bool IsDirect(Form form) { return form <= Form::kWhole; }
 __host__ __device__ constexpr bool HasMail(Form form) { return form <= Form::kFour; }
 __host__ __device__ constexpr int MailRows(Form form) {
-  return form == Form::kFewest ? kFewestRows : kFourRows;
+  return form == Form::kOne ? 1 : form == Form::kFewest ? kFewestRows : kFourRows;
 }
 // How many warps choose for a row, where the choice is made here.
 __host__ __device__ constexpr int RowWarps(Form form) { return form <= Form::kFour ? 4 : 2; }
@@ -59,7 +60,9 @@ static_assert(kFewRows == kBlockChoiceRows && kFewRows * RowWarps(Form::kFew) <=
               RowWarps(Form::kFewest) == RowWarps(Form::kFour));
 // A warp's slices of a tile of gate_up.
 __host__ __device__ constexpr int SlicesEach(Form form) {
-  return form == Form::kFewest || form == Form::kWhole ? 1 : form == Form::kFour ? 2 : kSlicesEach;
+  return form == Form::kOne || form == Form::kFewest || form == Form::kWhole ? 1
+         : form == Form::kFour                                               ? 2
+                                                                             : kSlicesEach;
 }
 
 struct MoeParams {

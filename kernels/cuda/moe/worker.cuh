@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/cuda/moe/mail.cuh"
+#include "kernels/cuda/moe/row.cuh"
 #include "kernels/cuda/moe/schedule.cuh"
 #include "kernels/cuda/moe/shared_down.cuh"
 
@@ -54,7 +55,16 @@ class Worker {
   // kAll: every step has all its groups.
   static constexpr bool kAll = kForm != Form::kRagged, kMail = HasMail(kForm), kDirect = IsDirect(kForm);
   // A warp takes the block's two tiles of down at once, which share their inputs.
-  static constexpr bool kPairs = kDirect && kForm != Form::kFewest;
+  static constexpr bool kPairs = kDirect && kForm != Form::kFewest && kForm != Form::kOne;
+  // Whether gate_up, and down, have products of their own for an expert's single row (row.cuh), where
+  // registers are left.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  static constexpr bool kFewestGateRows = false;
+#else
+  static constexpr bool kFewestGateRows = kForm == Form::kFewest;
+#endif
+  static constexpr bool kSingle = kForm == Form::kOne, kDownRows = kSingle || kForm == Form::kFewest,
+                        kGateRows = kSingle || kFewestGateRows || kForm == Form::kFour;
   // Warps that share the experts of a tile.
   static constexpr int kTileTeam = kPairs ? kMoeWarps : kDirectTeam;
   static constexpr int kEach = SlicesEach(kForm), kTeamWarps = kMoeWarps / kEach;
@@ -129,6 +139,10 @@ class Worker {
   __device__ __forceinline__ bool Draws() const { return member_ == kTeamWarps - 1 && lane_ == 0; }
   __device__ __forceinline__ unsigned* Done() const { return PhaseWords(p_, shared_.phase); }
   __device__ __forceinline__ unsigned* Mail() const { return p_.state + 4 + 2 * kMoePhaseWords; }
+  // Of the row that is alone.
+  __device__ __forceinline__ unsigned* MailCopy(int copy) const {
+    return Mail() + copy * p_.top_k * static_cast<int>(p_.w.inner);
+  }
   __device__ __forceinline__ WarpState& state() const { return shared_.warps[warp_]; }
   __device__ __forceinline__ const Runs& runs() const { return state().runs; }
   __device__ __forceinline__ const Choice& choice() const { return shared_.choice; }
@@ -199,6 +213,29 @@ class Worker {
     SendSecond(more, next, next_groups, next_second);
     Multiply<kGroups - 4>(acc, weights, Operands<kGroups - 4>(inputs, surplus_));
   }
+  // The same for an expert's single row; get_inputs() returns those of group g.
+  template <int kGroups, typename GetInputs>
+  __device__ __forceinline__ void RowStep(float (&acc)[2][4], const GetInputs& get_inputs, bool more,
+                                          const Position& next, int next_groups, int next_second) {
+    const uint4 x = get_inputs();
+    RowSums sums;
+    uint4 words[kSlotGroups];
+    TakeRow<kSlotGroups>(sums, words, 0);
+    SendFirst(more, next, next_groups);
+    const RowInput input(x, surplus_);
+    sums.Multiply<kSlotGroups, 0>(words, input, lane_);
+    TakeRow<kGroups - kSlotGroups>(sums, words, 1);
+    parity_ ^= 1;
+    SendSecond(more, next, next_groups, next_second);
+    sums.Multiply<kGroups - kSlotGroups, kSlotGroups>(words, input, lane_);
+    sums.AddTo<kGroups>(acc);
+  }
+  template <int kGroups>
+  __device__ __forceinline__ void TakeRow(RowSums& sums, uint4 (&words)[kSlotGroups], int slot) {
+    BarrierWait(SharedAddress(&shared_.landed[warp_][slot]), parity_);
+    sums.Take<kGroups>(words, ring_ + slot * kSlotBytes, slot * kSlotGroups, lane_);
+    __syncwarp();
+  }
   // The same four groups of two tiles.
   __device__ __forceinline__ void PairStep(float (&acc)[2][2][4], const bf16* x, int mail, bool more,
                                            const Position& next, int next_second) {
@@ -244,7 +281,7 @@ class Worker {
   __device__ __forceinline__ void WaitForExpert(int active, int rows);
   __device__ __forceinline__ float* Products(int team) const;
   __device__ __forceinline__ int ProductAt(int pair) const;
-  __device__ __forceinline__ void FetchRow(int pair, int tile);
+  __device__ __forceinline__ void FetchRow(int pair);
   __device__ __forceinline__ void StoreOut(int64_t at, float value) const;
   __device__ __forceinline__ void SumExperts(int first_tile);
 
@@ -261,7 +298,6 @@ class Worker {
   unsigned drawn_ = 0;  // the ticket under way: the team's in its last warp, then in each warp its own
   int ready_ = -1;
   uint32_t row_ = 0;  // FetchRow's
-  bool row_of_second_ = false;
 };
 
 }  // namespace kdt::cuda
