@@ -168,8 +168,8 @@ bool IsSquare(const Launch& launch, const StreamParams& p, int heads) {
 cudaError_t Square(const Launch& launch, const StreamParams& p, int heads) {
   const int tiles = Blocks(p.part[0].outs, SquareShape::kOuts);
   if (!CountersSuffice(p, static_cast<int64_t>(heads) * tiles)) return cudaErrorInvalidValue;
-  return LaunchAfter(launch, SquareKernel<SquareShape>, dim3(1, tiles * p.splits, heads), dim3(SquareShape::kThreads),
-                     SquareShape::kShared, p);
+  return LaunchAfter(launch, SquareKernel<SquareShape>, dim3(1, tiles * p.splits, heads),
+                     dim3(SquareShape::kThreads), SquareShape::kShared, p);
 }
 // Tiles of 32 outputs where the chip holds them all at once, with few rows each where it does not get too
 // many; else wider ones, so that neither x nor W goes from L2 to the multiprocessors too often.

@@ -35,12 +35,13 @@ struct Launch {
   unsigned* counters;  // kCounters zeros; every op leaves them zero
 };
 inline constexpr int kCounters = 16384;
-// Behind the counters: what the experts' kernel keeps from launch to launch (zeros at the start): two words, for
-// each of two phases 1024 + 2, and activations on their way from block to block, two words each pair of them.
+// Behind the counters: what the experts' kernel keeps from launch to launch (zeros at the start): two words,
+// for each of two phases 1024 + 2, and activations on their way from block to block, two words each pair of
+// them.
 inline constexpr int kMoePhaseWords = 1024 + 2, kMoeMailWords = 2 * 8192;
 inline constexpr int kMoeState = 4 + 2 * kMoePhaseWords + kMoeMailWords;
-// Behind that, what MlaQuery keeps: how many blocks have read the number of the last launch, that number, each
-// in a line of its own, and q on its way from block to block (of 32 rows of 64 heads) in whole lines.
+// Behind that, what MlaQuery keeps: how many blocks have read the number of the last launch, that number,
+// each in a line of its own, and q on its way from block to block (of 32 rows of 64 heads) in whole lines.
 inline constexpr int kQueryReaders = 0, kQueryNumber = 32;
 inline constexpr int kQueryFront = 64 - (kCounters + kMoeState) % 32;
 inline constexpr int kQueryMailWords = 32 * 64 * 192, kQueryState = kQueryFront + kQueryMailWords;

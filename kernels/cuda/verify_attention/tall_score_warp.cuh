@@ -114,7 +114,7 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
     }
     const int buffer = round & 1;
     const uint32_t own = mine + buffer * C::kExchange;  // scores it gets, and from there its probabilities
-    // Row i of this lane's own ones (mine) or of its others.
+    // Row i of this lane's own ones or of its others.
     const auto score = [&](bool its_own, int i, int k) -> float& {
       return kMTiles == 1 ? s[0][k >> 1][(its_own ? 0 : 2) + (k & 1)]
                           : s[its_own ? 0 : 1][k >> 1][2 * i + (k & 1)];

@@ -168,7 +168,7 @@ void MlaQuery(Shapes& s, int64_t rows, int64_t heads) {
 }
 void MlaQueries(Shapes& s) {
   for (const int64_t rows : {1, 8, 9, 16, 17, 64, 70}) MlaQuery(s, rows, 2);
-  MlaQuery(s, 8, 24);  // too much for the mail
+  MlaQuery(s, 8, 24);  // more blocks than multiprocessors
   MlaQuery(s, 16, 16);
 }
 
