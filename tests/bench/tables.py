@@ -114,10 +114,10 @@ def peers(old):
     results = {(r["context"], r["rows"], r["peer"]): r for r in data("peers")["results"]}
     for row in old:
         key = int(row[0]), int(row[1])
-        ours = results[*key, "extend"]["ours_us"]
+        ours = results[(*key, "extend")]["ours_us"]
         cells = [f"{ours:.1f}"]
         for peer in "extend", "decode", "fa2", "fa3":
-            time = results[*key, peer]["us"]
+            time = results[(*key, peer)]["us"]
             cells.append(f"{us(time)} ({factor(time / ours)} x)")
         yield row[:2] + cells
 
