@@ -53,18 +53,18 @@ struct TallConfig {
   static constexpr int kFullAt = kBarriersAt_ == 0 ? kBarriersAt : kBarriersAt_;
   static_assert(kFullAt >= kBarriersAt);
   static constexpr int kProbsFullAt = kFullAt + kStages * 8;
-  static constexpr int kGoAt = kProbsFullAt + kGroups * 2 * 8;
+  static constexpr int kInversesFullAt = kProbsFullAt + kGroups * 2 * 8;
+  static constexpr int kGoAt = kInversesFullAt + kGroups * 8;
   static constexpr int kItemAt = kGoAt + kGroups * 2 * 8;
   static constexpr int kSharedBytes = kItemAt + 48;
   static_assert(kSharedBytes <= kMaxSharedBytes);
   // Named barriers: one of the score warps, two a group for exchanged scores and probabilities that have been
-  // read, one a group for the end, and one a stage for tiles that have been read (why named ones:
+  // read, and one a stage for tiles that have been read (why named ones:
   // config.cuh). The last, one a group for those that load, orders nothing: racecheck reports a copy behind
   // reads that a bar.arrive told of when the copying warp has been to as many bar.sync as the reading one had
   // been when it read. With it the numbers always differ.
   static constexpr int kQueryBarrier = 1, kExchangeBarrier = kQueryBarrier + 1,
-                       kInversesBarrier = kExchangeBarrier + 2 * kGroups,
-                       kTileBarrier = kInversesBarrier + kGroups, kLoadBarrier = kTileBarrier + kStages;
+                       kTileBarrier = kExchangeBarrier + 2 * kGroups, kLoadBarrier = kTileBarrier + kStages;
   static_assert(kLoadBarrier + kGroups <= 16);
   // Each score warp brings its queries in through private pieces of the ring's last stage, which is loaded
   // last, as many of their four parts at a time as fit.

@@ -221,8 +221,7 @@ __device__ __forceinline__ void TallScoreWarp(const VerifyParams& p, const Verif
           make_float2(reference[i], sum[i]);
     }
   }
-  // Not an arrival: racecheck does not follow those where the other side has been at no barrier since.
-  if (it.splits == 1) NamedBarrier(C::kInversesBarrier + group, 6 * 32);
+  if (it.splits == 1) BarrierArrive(base + C::kInversesFullAt + group * 8);
 }
 
 }  // namespace kdt::cuda

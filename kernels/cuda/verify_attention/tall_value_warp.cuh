@@ -115,7 +115,7 @@ __device__ __forceinline__ void TallValueWarp(const VerifyParams& p, const Verif
 
   // The result itself (one split) or a partial of it.
   if (it.splits == 1) {
-    NamedBarrier(C::kInversesBarrier + group, 6 * 32);
+    BarrierWait(base + C::kInversesFullAt + group * 8, 0);
     StoreResult<C>(p, it, group_at + C::kReferencesAt, group, w, o);
   } else {
     StorePartial<C>(p, out, it, group, w, o);
