@@ -78,9 +78,10 @@ MlaQueryArgs OnHost(Case& c, Results& to) {
 TEST_CASE("cuda: mla_query against the CPU's three ops") {
   KDT_NEED_GPU();
   std::mt19937 rng(41);
-  // The last two are not the kernel's.
+  // In the fourth blocks have rope outputs and columns. The last two are not the kernel's.
   for (const Widths& widths : {kFullSize, Widths{512, 3, 512, 64, 128, 128}, Widths{256, 5, 256, 32, 64, 64},
-                               Widths{192, 2, 512, 64, 128, 128}, Widths{256, 2, 512, 16, 32, 32}}) {
+                               Widths{256, 3, 512, 64, 64, 64}, Widths{192, 2, 512, 64, 128, 128},
+                               Widths{256, 2, 512, 16, 32, 32}}) {
     for (const int64_t rows : {1, 3, 8, 13, 16, 32, 41, 64, 70}) {
       CAPTURE(widths.q_lora, widths.heads, rows);
       Case c(rng, rows, widths);
