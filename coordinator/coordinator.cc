@@ -48,10 +48,9 @@ absl::StatusOr<std::unique_ptr<Coordinator>> Coordinator::Create(CoordinatorOpti
 }
 
 Coordinator::~Coordinator() {
-  to_wake_ = nullptr;
   server_.reset();
-  scheduler_.reset();
-  group_.reset();  // it wakes Run
+  if (scheduler_ != nullptr) scheduler_->Stop();
+  group_.reset();  // until then it may wake the scheduler, and Run
   for (const int fd : {signal_fd_, wake_fds_[0], wake_fds_[1]}) {
     if (fd >= 0) close(fd);
   }
@@ -63,7 +62,7 @@ absl::Status Coordinator::Start(const sigset_t& signals) {
   signal_fd_ = signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
   KDT_CHECK(signal_fd_ >= 0);
   options_.group.on_change = [this] {
-    if (Scheduler* scheduler = to_wake_.load(); scheduler != nullptr) scheduler->Wake();
+    scheduler_->Wake();  // nothing changes before Form
     WakeRun();
   };
   group_ = std::make_unique<RankGroup>(options_.group);
@@ -180,7 +179,6 @@ bool Coordinator::DrainRequests() {
 }
 
 absl::StatusOr<int> Coordinator::Run() {
-  to_wake_ = scheduler_.get();
   group_->Form();
   scheduler_->Start();
   const absl::Status fits = ServeUntilStop();
@@ -188,7 +186,6 @@ absl::StatusOr<int> Coordinator::Run() {
   const bool lost = stop_.given_up || group_lost_;
   scheduler_->Stop();
   server_->Shutdown(kAnswerGrace);
-  to_wake_ = nullptr;
   KDT_RETURN_IF_ERROR(fits);
   TakeSignals();  // SIGTERM may have come behind SIGHUP
   if (!lost && !stop_.leaves_ranks) group_->DrainWorkers();

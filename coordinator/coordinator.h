@@ -71,7 +71,6 @@ class Coordinator {
   int wake_fds_[2] = {-1, -1};  // a pipe: something else than a signal has come
   Stop stop_;
   std::atomic<bool> group_lost_{false};
-  std::atomic<Scheduler*> to_wake_{nullptr};
   std::unique_ptr<RankGroup> group_;
   std::unique_ptr<TreeRecorder> recorder_;
   std::unique_ptr<MetricsServer> metrics_;
