@@ -60,8 +60,8 @@ struct Group {
     coordinator.emplace(*std::move(started));
   }
   ~Group() {
+    coordinator.reset();  // a request that hangs ends with it
     if (client.joinable()) client.join();
-    coordinator.reset();
     workers.clear();
     RemoveTree(dir);
   }
