@@ -19,10 +19,10 @@
 namespace kdt {
 namespace {
 
-// Describe calls in a row without an answer from one who listens: the process is there and hangs. Before any
-// epoch, when a host may be busy with nothing but loading, more patience is shown.
+// Describe calls in a row without an answer from one who listens: the process is there and hangs. While ranks
+// load, which may be all that a host can do, more patience is shown.
 constexpr int kMaxSilences = 3;
-constexpr int kMaxFirstSilences = 12;
+constexpr int kMaxSilencesLoading = 12;
 constexpr int64_t kProgressEveryUs = 2'000'000;
 
 std::string NewCollectiveId(uint64_t epoch) {
@@ -96,11 +96,14 @@ std::string GroupForming::RestartAround(const std::vector<bool>& hung,
   spdlog::error("{} {}{}: {}; {}", absl::StrJoin(names, ", "), one ? "has" : "have", silent,
                 one ? "it hangs" : "they hang",
                 any_ready ? "the other ranks are ended so that all start again"
-                          : "no other rank is ready, to be ended so that all start again: its launcher is "
-                            "asked to kill it");
+                          : "no other rank is ready, to be ended so that all start again");
   AtOnce(links_, [&](RankLink& link) {
     if (hung[link.rank()]) {
-      if (!any_ready && !WriteHangNote(link.address())) spdlog::error("{}: end its process", link.Name());
+      if (any_ready) return;
+      const bool told = WriteHangNote(link.address());
+      spdlog::error("{}: {}", link.Name(),
+                    told ? "its launcher is asked to kill it"
+                         : "its launcher cannot be asked to kill it: end its process");
     } else if (heard[link.rank()].ready()) {
       const absl::Status drained = link.Drain(reason);
       if (!drained.ok()) spdlog::warn("{} was not ended: {}", link.Name(), drained.message());
@@ -113,6 +116,7 @@ absl::Status GroupForming::WaitLoaded(RankPoll* poll, uint64_t last_epoch,
                                       const std::function<bool()>& cancelled,
                                       std::vector<v1::DescribeResponse>* described) {
   ended_.resize(links_.size());
+  bool restarted = false;  // behind a loss: a rank that was in no epoch yet has told that it loads
   const int64_t began_us = MonotonicMicros();
   while (true) {
     std::this_thread::sleep_for(std::chrono::milliseconds(kRankPollMs));
@@ -125,13 +129,15 @@ absl::Status GroupForming::WaitLoaded(RankPoll* poll, uint64_t last_epoch,
       all_ready = all_ready && heard[i].ready();
       // That of another rank counts too, as for a new coordinator.
       last_epoch = std::max(last_epoch, heard[i].description.last_epoch());
+      restarted =
+          restarted || (heard[i].answered && !heard[i].ready() && heard[i].description.last_epoch() == 0);
     }
     if (all_ready) {
       for (const RankPoll::Heard& rank : heard) described->push_back(rank.description);
       return absl::OkStatus();
     }
     if (cancelled()) return absl::CancelledError("forming the group was cancelled");
-    const int patience = last_epoch > 0 ? kMaxSilences : kMaxFirstSilences;
+    const int patience = last_epoch > 0 && !restarted ? kMaxSilences : kMaxSilencesLoading;
     if (Any(Silent(heard, patience))) {
       // Those that hang like it are as far by now.
       std::this_thread::sleep_for(std::chrono::milliseconds(kRankPollMs));
@@ -160,8 +166,9 @@ absl::Status GroupForming::JoinAll(RankPoll* poll, uint64_t epoch, const std::fu
   calls.Wait([&] { return cancelled() || Any(Silent(poll->heard(), kMaxSilences)); });
 
   size_t failed = 0;
+  const bool all_ended = calls.all_ended();  // asked first: the last one may fail between the two
   const absl::Status failure = calls.failure(&failed);
-  if (calls.all_ended() && failure.ok()) return absl::OkStatus();
+  if (all_ended && failure.ok()) return absl::OkStatus();
   if (cancelled()) return absl::CancelledError("forming the group was cancelled");
   const std::vector<RankPoll::Heard> heard = poll->heard();
   std::vector<bool> hung = Silent(heard, kMaxSilences);

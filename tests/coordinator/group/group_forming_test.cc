@@ -5,6 +5,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <optional>
@@ -124,7 +126,10 @@ TEST_CASE("a rank that hangs when a new coordinator comes is found too, not one 
   ranks.workers[1]->Stop();
   std::optional<StoppedProcess> stopped(std::in_place, ranks.options.addresses[1]);
   ranks.group->Form();
-  for (int i = 0; i < (joined_before ? 2000 : 300) && !ranks.workers[0]->drained; ++i)
+  // Twelve silences would take 2.4 s at least.
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::milliseconds(joined_before ? 20'000 : 1000);
+  while (!ranks.workers[0]->drained && std::chrono::steady_clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   CHECK(ranks.workers[0]->drained == joined_before);
   CHECK(ranks.group->Ranks()[0].up);
@@ -166,19 +171,33 @@ TEST_CASE("a rank that tells of itself and never joins is taken for one that han
 }
 
 TEST_CASE("when no other rank is ready, its launcher is told of a rank that hangs") {
+  struct Case {
+    bool served;
+    uint64_t last_epoch;  // that ranks tell
+    int silences;         // that are waited for at least: more while ranks load
+  };
+  const auto [served, last_epoch, silences] = GENERATE(Case{false, 0, 12},  // at the first start
+                                                       Case{true, 0, 12},   // again, behind a loss
+                                                       Case{false, 7, 3});  // a new coordinator
+  std::atomic<int> asked{0};
   Ranks ranks(10000, 200);
-  const bool joined_before = GENERATE(true, false);
+  ranks.workers[3]->before_answer = [&, worker = ranks.workers[3].get()](const grpc::ServerContext&) {
+    asked += worker->fault == Fault::kSilent;
+  };
+  if (served) ranks.FormAndServe();
   for (auto& worker : ranks.workers) {
+    const std::lock_guard lock(worker->description_mutex);
     worker->description.set_ready(false);
-    worker->description.set_last_epoch(joined_before ? 7 : 0);
+    worker->description.set_last_epoch(last_epoch);
   }
   ranks.workers[3]->fault = Fault::kSilent;
+  if (served) ranks.group->Reject("it is time to form again");
   ranks.group->Form();
-  // Before any epoch it is waited for longer: twelve silences instead of three.
   const std::string note = ranks.dir + "/rank3.hangs";
   for (int i = 0; i < 2000 && !std::filesystem::exists(note); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   CHECK(std::filesystem::exists(note));
+  CHECK(asked >= silences);
   for (const int rank : {0, 1, 2}) {
     CHECK_FALSE(ranks.workers[rank]->drained);
     CHECK_FALSE(std::filesystem::exists(ranks.dir + "/rank" + std::to_string(rank) + ".hangs"));
