@@ -17,7 +17,7 @@ class StepResponse;
 
 enum class GroupState { kDown, kJoining, kServing };
 
-// What every rank of the group can do: the smallest of what the ranks told.
+// What every rank of the group can do; all have told the same.
 struct GroupLimits {
   uint64_t kv_slots = 0;
   uint32_t max_rows = 0;          // a step
@@ -52,7 +52,8 @@ struct StepCost {
   double transport_us = 0;   // the difference
 };
 
-// Send, Receive and Poll belong to one thread, the scheduler's; the rest may be called from any.
+// Send, Receive, Poll, Reject and last_cost belong to one thread, the scheduler's; the rest may be called
+// from any.
 class Group {
  public:
   virtual ~Group() = default;

@@ -3,6 +3,8 @@
 #include <chrono>
 #include <utility>
 
+#include "coordinator/group/rank_poll.h"
+
 namespace kdt {
 
 JoinCalls::JoinCalls(const RankLinks& links, const v1::JoinGroupRequest& request)

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "coordinator/group/rank_link.h"
-#include "coordinator/group/rank_poll.h"
 
 namespace kdt {
 

@@ -71,7 +71,7 @@ class RankGroup : public Group {
   void CloseStreams();
 
   const RankGroupOptions options_;
-  std::vector<std::unique_ptr<RankLink>> links_;
+  RankLinks links_;
   // Rank 0's answers have a queue of their own, so that those of the others, which may wait until the next
   // step is on its way, are never handled in front of them.
   grpc::CompletionQueue queue_;

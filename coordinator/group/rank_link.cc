@@ -1,6 +1,7 @@
 #include "coordinator/group/rank_link.h"
 
 #include <chrono>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
@@ -141,6 +142,12 @@ void RankLink::Cancel() {
 absl::Status RankLink::end_status() const {
   const absl::Status status = ToAbsl(status_);
   return status.ok() ? absl::UnavailableError("the worker ended the step stream") : status;
+}
+
+void AtOnce(const RankLinks& links, const std::function<void(RankLink&)>& call) {
+  std::vector<std::thread> threads;
+  for (const auto& link : links) threads.emplace_back([&call, &link] { call(*link); });
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace kdt

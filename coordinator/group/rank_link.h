@@ -7,8 +7,10 @@
 #include <grpcpp/support/byte_buffer.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "kdt/v1/worker.grpc.pb.h"
@@ -84,5 +86,10 @@ class RankLink {
   bool finishing_ = false;
   bool finished_ = true;  // no stream is open
 };
+
+using RankLinks = std::vector<std::unique_ptr<RankLink>>;  // by rank
+
+// Runs `call` for every link at the same time and waits for all.
+void AtOnce(const RankLinks& links, const std::function<void(RankLink&)>& call);
 
 }  // namespace kdt

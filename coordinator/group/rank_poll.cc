@@ -1,6 +1,7 @@
 #include "coordinator/group/rank_poll.h"
 
 #include <chrono>
+#include <utility>
 
 namespace kdt {
 
@@ -48,12 +49,6 @@ void RankPoll::Ask(size_t rank) {
     heard.description = answer.ok() ? *std::move(answer) : v1::DescribeResponse();
     ended_.wait_for(lock, std::chrono::milliseconds(kRankPollMs), [this] { return end_; });
   }
-}
-
-void AtOnce(const RankLinks& links, const std::function<void(RankLink&)>& call) {
-  std::vector<std::thread> threads;
-  for (const auto& link : links) threads.emplace_back([&call, &link] { call(*link); });
-  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace kdt

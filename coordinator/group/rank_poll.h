@@ -3,8 +3,6 @@
 #pragma once
 
 #include <condition_variable>
-#include <functional>
-#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -12,8 +10,6 @@
 #include "coordinator/group/rank_link.h"
 
 namespace kdt {
-
-using RankLinks = std::vector<std::unique_ptr<RankLink>>;
 
 constexpr int kRankPollMs = 50;
 
@@ -51,8 +47,5 @@ class RankPoll {
   std::vector<grpc::ClientContext*> calls_;  // under way, by rank; null: none
   std::vector<std::thread> threads_;
 };
-
-// Runs `call` for every link at the same time and waits for all.
-void AtOnce(const RankLinks& links, const std::function<void(RankLink&)>& call);
 
 }  // namespace kdt
