@@ -23,9 +23,8 @@ class ToyGroup : public Group {
   std::function<void()> on_change;
   // How long a step takes; long enough for a test to act while a request runs.
   std::chrono::microseconds step_time{0};
-  std::atomic<bool> forms{true};       // false: the ranks are not back yet
-  std::atomic<bool> abandoned{false};  // by the scheduler
-  RankStatus status;                   // set before the start
+  std::atomic<bool> forms{true};  // false: the ranks are not back yet
+  RankStatus status;              // set before the start
 
   ToyRank& rank() { return rank_; }
   uint64_t steps() const { return steps_; }
@@ -50,7 +49,7 @@ class ToyGroup : public Group {
   StepCost last_cost() const override { return {}; }
   absl::Status Poll() override { return absl::OkStatus(); }
   void Reject(const std::string&) override { state_ = GroupState::kDown; }
-  void Abandon() override { abandoned = true; }
+  void Abandon() override {}  // no step lasts
 
   absl::Status Send(v1::StepRequest* request) override {
     request->set_epoch(epoch_);
