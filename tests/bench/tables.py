@@ -86,6 +86,13 @@ def fragmentation(old):
         yield cells
 
 
+def moe_sharding(old):
+    sliced, whole = times("moe_sharding", "moe tensor"), times("moe_sharding", "moe expert")
+    for row in old:
+        by_rows = [next(r["us"] for shape, r in kind.items() if shape.startswith(f"rows {row[0]},")) for kind in (sliced, whole)]
+        yield row[:4] + [f"{by_rows[0]:.0f}", f"{by_rows[1]:.0f}", f"{by_rows[1] / by_rows[0]:.2f}"]
+
+
 CONTEXTS = [4096, 16384, 65536, 131072, 189440]
 
 
@@ -196,6 +203,8 @@ TABLES = [
     ("benchmarks.md", "| rows | slices | whole experts | busiest of eight ranks over the mean "
      "(`kdt_worker_expert_rank_imbalance_ratio`, a fading mean that still holds the rows before) | NCCL |", two_ranks_other),
     ("benchmarks.md", "| context | runs before | us | runs after tier 1 | us | every slot a run of its own | us |", fragmentation),
+    ("benchmarks.md", "| rows | distinct experts a rank, in whole ones | busiest rank | over the mean | moe, tensor, us | "
+     "moe, expert, busiest rank, us | expert over tensor |", moe_sharding),
     ("kernels/verify_attention.md", "| rows | 4096 | 16384 | 65536 | 131072 | 189440 | limit set |", attention),
     ("kernels/verify_attention.md", "| | shared out (default) | split_keys 256 | 512 | 1024 |", split_keys),
     ("kernels/peers.md", "| context | rows | ours | extend, tree mask | decode, 64 splits | FlashInfer fa2 | FlashInfer fa3 |", peers),
