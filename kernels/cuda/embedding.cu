@@ -11,7 +11,8 @@ template <typename T, typename W>
 __global__ void EmbeddingKernel(const int32_t* ids, int64_t begin, const W* table, int64_t vocab,
                                 int64_t table_stride, int64_t hidden, T* out, int64_t out_stride,
                                 bool in_chunks) {
-  // In this order: what was written before an embedding may be read by all later kernels as they start (launch.cuh).
+  // In this order: what was written before an embedding may be read by all later kernels as they start
+  // (launch.cuh).
   WaitForPrevious();
   LaunchDependents();
   const int64_t id = ids[blockIdx.x] - begin;

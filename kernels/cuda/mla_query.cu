@@ -28,7 +28,7 @@ constexpr int kMaxNope = 128;  // its inputs
 constexpr int kPitch = kColumns + 8;
 constexpr int kSumPitch = kOuts + 4;
 constexpr int kMaxRows = 32, kMaxLaunches = 2;  // rows of a launch
-constexpr int kLooks = 256;  // most of a microsecond each
+constexpr int kLooks = 256;                     // most of a microsecond each
 
 struct Params {
   kernels::MlaPrepareArgs prepare;

@@ -1,5 +1,5 @@
-// Catch2 2 (Debian 12) and 3 (Ubuntu 24.04) behind one include. Use Catch::Approx and Catch::Matchers::ContainsSubstring
-// in both.
+// Catch2 2 (Debian 12) and 3 (Ubuntu 24.04) behind one include. Use Catch::Approx and
+// Catch::Matchers::ContainsSubstring in both.
 #pragma once
 
 #ifdef KDT_CATCH2_V2

@@ -35,8 +35,8 @@ struct EngineOptions {
   int64_t max_tree_nodes = 256;  // root included
   int64_t draft_window = 0;      // context positions a draft block sees, counted from its end; 0: all
   float draft_rope_factor = 0;   // factor on cos and sin in the drafter; 0: what its config says
-  // Most threads that read a checkpoint: enough to keep a device's link busy from the page cache, and more than
-  // most disks want.
+  // Most threads that read a checkpoint: enough to keep a device's link busy from the page cache, and more
+  // than most disks want.
   int load_threads = 8;
   MoeSharding moe_sharding = MoeSharding::kTensor;
   // The folders need to hold nothing but config.json: weights and KV rows are random. For benchmarks.

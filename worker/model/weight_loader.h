@@ -61,9 +61,8 @@ class WeightLoader {
   absl::StatusOr<kernels::Int4Experts> Experts(const std::string& prefix, int64_t experts, int64_t hidden,
                                                int64_t inner, MoeSharding sharding);
 
-  // Copies what the calls above noted and lets the backend prepare the experts; until then the memory they gave is zero. A planning loader does
-  // nothing.
-  // `threads` read.
+  // Copies what the calls above noted and lets the backend prepare the experts; until then the memory they
+  // gave is zero. A planning loader does nothing. `threads` read.
   absl::Status Finish(int threads = 1);
 
   uint64_t bytes() const { return bytes_; }  // planned or noted so far
@@ -92,7 +91,7 @@ class WeightLoader {
     const WeightSource* source;
     TensorView tensor;
   };
-  std::vector<Noted> noted_;  // by a piece's tag
+  std::vector<Noted> noted_;                   // by a piece's tag
   std::vector<kernels::Int4Experts> experts_;  // to be prepared once they have come
   ParallelCopy copy_;
   std::vector<kernels::Buffer> buffers_;

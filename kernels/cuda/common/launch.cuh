@@ -11,15 +11,17 @@
 //   2. Every block executes WaitForPrevious() before it leaves, also one that has nothing to do. The wait
 //      covers the kernel in front only, and reaches further back because that one kept this rule too.
 //   3. LaunchDependents() may stand anywhere, best where the block's remaining work is short or the next
-//      kernel's prologue is worth its registers and shared memory: the next kernel's blocks take what room there is on
-//      the multiprocessors, but only when all blocks of this one are running or gone. It promises nothing
-//      about memory. Without it the next kernel starts when this one's blocks leave.
+//      kernel's prologue is worth its registers and shared memory: the next kernel's blocks take what room
+//      there is on the multiprocessors, but only when all blocks of this one are running or gone. It promises
+//      nothing about memory. Without it the next kernel starts when this one's blocks leave.
 //   4. A kernel behind anything but a kernel (a copy by a copy engine, a fill, an event of another stream)
 //      waits for all of it. Small queued copies are kernels (CopyPinned).
-//   5. Exception from rule 1, for kernels that say so: an embedding calls LaunchDependents() behind its wait. So
-//      where any kernel behind it starts, everything queued before the embedding has finished, and may be read
-//      before the wait: a step's positions, lengths, slots and tables, and the KV rows of committed tokens, which
-//      all come before. What kernels behind the embedding write (the step's own KV rows among it) is not.
+//   5. Exception from rule 1, for kernels that say so: an embedding calls LaunchDependents() behind its wait.
+//   So
+//      where any kernel behind it starts, everything queued before the embedding has finished, and may be
+//      read before the wait: a step's positions, lengths, slots and tables, and the KV rows of committed
+//      tokens, which all come before. What kernels behind the embedding write (the step's own KV rows among
+//      it) is not.
 #pragma once
 
 #include <cuda_runtime_api.h>

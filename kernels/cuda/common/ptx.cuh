@@ -80,11 +80,13 @@ template <int kPending>
 __device__ __forceinline__ void CopyAsyncWaitGroups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
-// `bytes` (a multiple of 16, aligned to 16) from global to shared memory; the barrier is told of them as they land.
+// `bytes` (a multiple of 16, aligned to 16) from global to shared memory; the barrier is told of them as they
+// land.
 __device__ __forceinline__ void CopyBulk(uint32_t dst, const void* src, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-               "l"(src), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 // One arrival, and so many bytes to wait for.
 __device__ __forceinline__ void BarrierExpect(uint32_t barrier, int bytes) {

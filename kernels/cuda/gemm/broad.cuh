@@ -26,7 +26,7 @@ struct BroadShape {
   static constexpr int kLine = 2 * kInputs;                     // bytes of a row in a step
   static constexpr int kUnit = 16 * kLine, kSlot = kM * kUnit;  // of a warp's W
   static constexpr int kXSlots = kDepth + 1, kXSlot = kRows * kLine;
-  static constexpr int kWarpRing = kUnits > 0 ? kUnits * kUnit : kDepth * kSlot;
+  static constexpr int kWarpRing = kUnits > 0 ? kUnits* kUnit : kDepth* kSlot;
   static constexpr int kWRing = kKWarps * kOutWarps * kWarpRing;
   static constexpr int kRing = kWRing + kKWarps * kXSlots * kXSlot;
   // The sums meet in the rings' place, some rows at a time.
@@ -53,7 +53,7 @@ struct BroadShape {
 template <typename S, int m>
 inline constexpr int kBehindUnit = S::kUnits - 1 + S::StartsUpTo(m);
 template <typename S>
-inline constexpr int kBehindX = S::kDepth * S::kM + S::kDepth - 1;
+inline constexpr int kBehindX = S::kDepth* S::kM + S::kDepth - 1;
 
 // acc += the products of 32 inputs: tiles of rows two at a time, the next two on their way. No product
 // follows the one it adds to.
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 #pragma unroll
   for (int d = 0; d < kDepth; ++d) {
     if (d < steps) fetch_x(d, d);
-    // As if by the steps in front of the first.
+      // As if by the steps in front of the first.
 #pragma unroll
     for (int copies = 0; copies < (S::kUnits > 0 ? 1 + kM : 1); ++copies) CopyAsyncCommit();
   }

@@ -191,8 +191,8 @@ __device__ __forceinline__ void StoreTile(const StreamParams& p, const StreamPar
   }
 }
 
-// The same from sum_of(load(row, out)), kRounds rounds of the block's threads at a time: all their loads are on
-// their way before the first one's value is needed.
+// The same from sum_of(load(row, out)), kRounds rounds of the block's threads at a time: all their loads are
+// on their way before the first one's value is needed.
 template <typename S, int kRounds, typename Load, typename SumOf>
 __device__ __forceinline__ void StoreLoadedTile(const StreamParams& p, const StreamPart& part,
                                                 const TilePlace& at, const Load& load, const SumOf& sum_of) {

@@ -32,9 +32,7 @@ __device__ __forceinline__ void Rescale(float (&o)[kMTiles][16][4], int d, float
 }
 
 // What a row's outputs are multiplied by in the end; 0 where it saw no key, NaN stays.
-__device__ __forceinline__ float InverseOf(float sum) {
-  return sum > 0.0f || sum != sum ? 1.0f / sum : 0.0f;
-}
+__device__ __forceinline__ float InverseOf(float sum) { return sum > 0.0f || sum != sum ? 1.0f / sum : 0.0f; }
 
 // The rows' results. `inverses`: in shared memory, what each row of the group is multiplied by.
 template <class C>

@@ -223,8 +223,7 @@ __device__ __forceinline__ void ValueWarp(const VerifyParams& p, const VerifyCla
   if (it.splits == 1) {
     const uint32_t inverses = base + C::kFactorsAt;
     NamedBarrier(C::kProbsBarrier, 128);  // all warps have read the last factors
-    if (w < C::kOwners && t == 0)
-      StoreShared(inverses + (8 * w + g) * 4, InverseOf(sum));
+    if (w < C::kOwners && t == 0) StoreShared(inverses + (8 * w + g) * 4, InverseOf(sum));
     NamedBarrier(C::kProbsBarrier, 128);
     StoreResult<C>(p, it, inverses, 0, w, o);
   } else {

@@ -1,5 +1,7 @@
-// FlashInfer's MLA kernels behind a C interface, for peers.py: its headers are included from an unpacked wheel, nothing is copied.
-//   D=WHEEL/flashinfer/data; nvcc -std=c++17 -O3 --expt-relaxed-constexpr -arch=sm_90a -shared -Xcompiler -fPIC
+// FlashInfer's MLA kernels behind a C interface, for peers.py: its headers are included from an unpacked
+// wheel, nothing is copied.
+//   D=WHEEL/flashinfer/data; nvcc -std=c++17 -O3 --expt-relaxed-constexpr -arch=sm_90a -shared -Xcompiler
+//   -fPIC
 //        -I $D/cccl/libcudacxx/include -I $D/cccl/cub -I $D/cccl/thrust -I $D/include -I $D/cutlass/include
 //        [-DHOPPER] flashinfer_mla.cu -o LIB.so
 // Without HOPPER the kernel for every GPU from sm_80 on ("fa2"), with it the one that is sm_90's own ("fa3").
@@ -28,21 +30,22 @@ struct Problem {
 
 }  // namespace
 
-// One sequence of `rows` query rows, the last of `context` + `rows` keys, each seeing its own and all before it. Returns a handle, or
-// nullptr; floats and ints are device memory of the given sizes that stays in use.
-extern "C" void* PeerPlan(void* floats, size_t floats_bytes, void* ints, size_t ints_bytes, int rows, int context, int heads,
-                          void* stream) {
+// One sequence of `rows` query rows, the last of `context` + `rows` keys, each seeing its own and all before
+// it. Returns a handle, or nullptr; floats and ints are device memory of the given sizes that stays in use.
+extern "C" void* PeerPlan(void* floats, size_t floats_bytes, void* ints, size_t ints_bytes, int rows,
+                          int context, int heads, void* stream) {
   auto* problem = new Problem{floats, ints, {}, heads, rows > 1};
   int32_t queries[2] = {0, rows}, keys[2] = {0, context + rows}, length[1] = {context + rows};
   void* staging = nullptr;
   size_t used = 0;
   cudaMallocHost(&staging, ints_bytes);
-  const cudaError_t error = flashinfer::MLAPlan<int32_t>(floats, floats_bytes, ints, staging, ints_bytes, problem->plan, used,
-                                                         queries, keys, length, 1, heads, kLatent, problem->causal,
-                                                         static_cast<cudaStream_t>(stream));
+  const cudaError_t error = flashinfer::MLAPlan<int32_t>(
+      floats, floats_bytes, ints, staging, ints_bytes, problem->plan, used, queries, keys, length, 1, heads,
+      kLatent, problem->causal, static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) return nullptr;
   // The plan was made in host memory; bringing it over is the caller's part.
-  if (cudaMemcpyAsync(ints, staging, used, cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream)) != cudaSuccess) {
+  if (cudaMemcpyAsync(ints, staging, used, cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream)) !=
+      cudaSuccess) {
     return nullptr;
   }
   if (cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess) return nullptr;
@@ -50,11 +53,14 @@ extern "C" void* PeerPlan(void* floats, size_t floats_bytes, void* ints, size_t 
   return problem;
 }
 
-// q [rows, heads, 576], pool [slots, 576], slots [context + rows], out [rows, heads, 512]; returns a cudaError_t.
+// q [rows, heads, 576], pool [slots, 576], slots [context + rows], out [rows, heads, 512]; returns a
+// cudaError_t.
 extern "C" int PeerRun(void* handle, void* q, void* pool, void* slots, void* out, float scale, void* stream) {
   const Problem& problem = *static_cast<Problem*>(handle);
   const flashinfer::MLAPlanInfo& plan = problem.plan;
-  const auto at = [&](int64_t offset) { return reinterpret_cast<int32_t*>(static_cast<char*>(problem.ints) + offset); };
+  const auto at = [&](int64_t offset) {
+    return reinterpret_cast<int32_t*>(static_cast<char*>(problem.ints) + offset);
+  };
   Params p{};
   p.q_nope = static_cast<__nv_bfloat16*>(q);
   p.q_pe = p.q_nope + kLatent;
@@ -89,8 +95,8 @@ extern "C" int PeerRun(void* handle, void* q, void* pool, void* slots, void* out
   const auto run = [&](auto mask) {
     constexpr flashinfer::MaskMode kMask = decltype(mask)::value;
 #ifdef HOPPER
-    return flashinfer::mla::BatchMLAPageAttentionHopper<kMask, kLatent, kRope>(p, plan.num_blks_x, plan.num_blks_y,
-                                                                               static_cast<cudaStream_t>(stream));
+    return flashinfer::mla::BatchMLAPageAttentionHopper<kMask, kLatent, kRope>(
+        p, plan.num_blks_x, plan.num_blks_y, static_cast<cudaStream_t>(stream));
 #else
     return flashinfer::mla::BatchMLAPagedAttention<kMask, kLatent, kRope>(p, plan.num_blks_x, plan.num_blks_y,
                                                                           static_cast<cudaStream_t>(stream));

@@ -8,12 +8,11 @@
 #include <random>
 #include <vector>
 
-#include "kdt/kernels/cuda_backend.h"
 #include "common/bf16.h"
+#include "kdt/kernels/cuda_backend.h"
 #include "tests/support/catch.h"
 
 namespace kdt::kernels::test {
-
 
 // The GPU of this machine, or nullptr.
 inline Backend* Gpu() {

@@ -121,8 +121,9 @@ class Backend {
   virtual void Seal(bool /*sealed*/) {}
   virtual BackendStats stats() const { return {}; }
 
-  // Brings experts' weights, once they have come in the checkpoint's order (Int4Experts), into the order in which
-  // this backend's Moe reads them, in place and without more memory. Once for all weights that Moe gets.
+  // Brings experts' weights, once they have come in the checkpoint's order (Int4Experts), into the order in
+  // which this backend's Moe reads them, in place and without more memory. Once for all weights that Moe
+  // gets.
   virtual absl::Status PrepareExperts(const Int4Experts& /*weights*/) { return absl::OkStatus(); }
 
   virtual absl::Status Embedding(const EmbeddingArgs& args) = 0;

@@ -1,5 +1,6 @@
-// out[r] = table[token_ids[r] - vocab_begin], or zeros when the id is outside this rank's part of the vocabulary
-// (the sum over ranks is then the embedding). With a table of activations it gathers rows by index.
+// out[r] = table[token_ids[r] - vocab_begin], or zeros when the id is outside this rank's part of the
+// vocabulary (the sum over ranks is then the embedding). With a table of activations it gathers rows by
+// index.
 #pragma once
 
 #include "kdt/kernels/tensor.h"

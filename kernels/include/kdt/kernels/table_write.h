@@ -1,5 +1,5 @@
-// table[index[i]] = value[i] for i = 0 .. count-1; an index below 0 is padding and writes nothing. Indices that are
-// not padding are distinct. Used for the slots that a step adds to its sequences' tables.
+// table[index[i]] = value[i] for i = 0 .. count-1; an index below 0 is padding and writes nothing. Indices
+// that are not padding are distinct. Used for the slots that a step adds to its sequences' tables.
 #pragma once
 
 #include <cstdint>
