@@ -22,6 +22,7 @@
 #include "client/request_flags.h"
 #include "common/flags.h"
 #include "common/json_fault.h"
+#include "common/status.h"
 
 ABSL_FLAG(int, concurrency, 1, "requests under way at once");
 ABSL_FLAG(int, requests, 16, "requests in all");
@@ -86,11 +87,7 @@ absl::StatusOr<std::vector<v1::GenerateRequest>> RequestsFromFile(const std::str
   std::ifstream file(path, std::ios::binary);
   if (!file) return absl::NotFoundError(absl::StrCat("--prompts: cannot read ", path));
   const std::string content((std::istreambuf_iterator<char>(file)), {});
-  const nlohmann::json parsed = nlohmann::json::parse(content, nullptr, /*allow_exceptions=*/false);
-  if (parsed.is_discarded()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--prompts: ", path, ": not valid JSON: ", JsonFault(content)));
-  }
+  KDT_ASSIGN_OR_RETURN(const nlohmann::json parsed, ParseJson(content, absl::StrCat("--prompts: ", path)));
   const nlohmann::json& list = parsed.is_object() && parsed.contains("prompts") ? parsed["prompts"] : parsed;
   const auto bad = [&] {
     return absl::InvalidArgumentError(absl::StrCat(

@@ -188,10 +188,7 @@ absl::StatusOr<std::vector<Case>> ReadCases(const Options& options) {
   std::ifstream file(options.file, std::ios::binary);
   if (!file) return absl::NotFoundError(absl::StrCat(options.file, ": cannot be opened"));
   const std::string text((std::istreambuf_iterator<char>(file)), {});
-  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (json.is_discarded()) {
-    return absl::InvalidArgumentError(absl::StrCat(options.file, ": not valid JSON: ", JsonFault(text)));
-  }
+  KDT_ASSIGN_OR_RETURN(const Json json, ParseJson(text, options.file));
   std::vector<Case> cases;
   const Json list = json.is_array() ? json : Json::array({json});
   for (size_t i = 0; i < list.size(); ++i) {

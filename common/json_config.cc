@@ -101,10 +101,7 @@ absl::StatusOr<JsonConfig> JsonConfig::Parse(absl::string_view text, const std::
     }
     return true;
   };
-  impl->shared->root = Json::parse(text, watch, /*allow_exceptions=*/false);
-  if (impl->shared->root.is_discarded()) {
-    return absl::InvalidArgumentError(absl::StrCat(name, ": not valid JSON: ", JsonFault(text)));
-  }
+  KDT_ASSIGN_OR_RETURN(impl->shared->root, ParseJson(text, name, watch));
   if (!duplicate.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(name, ": field \"", duplicate, "\" occurs twice"));
   }

@@ -242,4 +242,11 @@ bool Scanner::String() {
 
 std::string JsonFault(absl::string_view text) { return Scanner(text).Run(); }
 
+absl::StatusOr<nlohmann::json> ParseJson(absl::string_view text, absl::string_view name,
+                                         const nlohmann::json::parser_callback_t& watch) {
+  auto json = nlohmann::json::parse(text, watch, /*allow_exceptions=*/false);
+  if (!json.is_discarded()) return json;
+  return absl::InvalidArgumentError(absl::StrCat(name, ": not valid JSON: ", JsonFault(text)));
+}
+
 }  // namespace kdt
