@@ -261,16 +261,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     at.first_row = first_row + 8 * n0, at.rows = min(rows_here - 8 * n0, S::kSumRows);
     if (at.rows <= 0) break;
     __syncthreads();
-#pragma unroll
-    for (int n = 0; n < S::kSumTiles; ++n) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-          sums[(k_warp * S::kSumRows + 8 * n + 2 * t + (c & 1)) * S::kPitch + first_out + 16 * m +
-               8 * (c >> 1) + g] = acc[m][n0 + n][c];
-      }
-    }
+    PutSums<S, S::kSumTiles>(sums, acc, n0, k_warp, first_out, g, t);
     __syncthreads();
     StoreSums<S, S::kSumRows>(p, part, at, sums);
   }

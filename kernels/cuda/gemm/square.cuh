@@ -122,16 +122,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) SquareKernel(const __grid_cons
   for (int step = steps; step < most; ++step) NamedBarrier(1 + k_warp, S::kGroup);
   float* const sums = reinterpret_cast<float*>(shared);
   __syncthreads();
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c)
-        sums[(k_warp * S::kRows + 8 * n + 2 * t + (c & 1)) * S::kPitch + first_out + 16 * m + 8 * (c >> 1) +
-             g] = acc[m][n][c];
-    }
-  }
+  PutSums<S, kTiles>(sums, acc, 0, k_warp, first_out, g, t);
   __syncthreads();
   FinishTile<S>(p, part, {tile, split, 0, p.rows, block_out, false}, sums);
 }

@@ -232,6 +232,23 @@ __device__ __forceinline__ float* TileShares(const StreamParams& p, const TilePl
          at.block_out + (at.second ? first : 0) + out;
 }
 
+// A warp's sums of kTiles row tiles from `from` on to shared memory, where the warps along the inputs meet.
+template <typename S, int kTiles, int kM, int kAllTiles>
+__device__ __forceinline__ void PutSums(float* sums, const float (&acc)[kM][kAllTiles][4], int from,
+                                        int k_warp, int first_out, int g, int t) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int row = 8 * n + 2 * t + (c & 1), out = first_out + 16 * m + 8 * (c >> 1) + g;
+        sums[(k_warp * 8 * kTiles + row) * S::kPitch + out] = acc[m][from + n][c];
+      }
+    }
+  }
+}
+
 // The sums of the warps along the inputs, [kKWarps][kRows][kPitch] in shared memory, become rows of y, or of
 // this block's share where several have shares of the inputs.
 template <typename S, int kRows = S::kRows>
@@ -458,19 +475,7 @@ __global__ void __launch_bounds__(S::kThreads, 2)
   // Sums of the warps along the inputs, in order.
   float* const sums = reinterpret_cast<float*>(shared);
   __syncthreads();
-  if (warp < S::kWarps) {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const int row = 8 * n + 2 * t + (c & 1), out = first_out + 16 * m + 8 * (c >> 1) + g;
-          sums[(k_warp * S::kRows + row) * S::kPitch + out] = acc[m][n][c];
-        }
-      }
-    }
-  }
+  if (warp < S::kWarps) PutSums<S, kTiles>(sums, acc, 0, k_warp, first_out, g, t);
   __syncthreads();
   FinishTile<S>(p, part, {tile, split, first_row, rows_here, block_out, tile >= first_tiles}, sums);
 }
