@@ -1,12 +1,11 @@
 #include "kernels/cuda/kernel_use.h"
 
-#include <cuda.h>
-
 #include <cstdint>
 #include <iterator>
 
 #include "absl/strings/match.h"
 #include "absl/strings/string_view.h"
+#include "kernels/cuda/graph_kernels.h"
 
 namespace kdt::cuda {
 namespace {
@@ -35,58 +34,26 @@ struct Sums {
   double warps = 0, most_warps = 0;   // a multiprocessor
 };
 
-// The driver's own calls: the runtime's know only functions that it can lead back to a symbol of this
-// program, which those of captured launches need not be.
-struct Driver {
-  decltype(&::cuGraphKernelNodeGetParams) node_params = nullptr;
-  decltype(&::cuKernelGetFunction) function_of = nullptr;
-  decltype(&::cuFuncGetName) name_of = nullptr;
-  decltype(&::cuOccupancyMaxActiveBlocksPerMultiprocessor) resident_blocks = nullptr;
-  bool complete = false;
-
-  Driver() {
-    constexpr unsigned kVersion = 12030;  // that brought the youngest of them
-    const auto find = [](const char* symbol, auto* call) {
-      cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-      return cudaGetDriverEntryPointByVersion(symbol, reinterpret_cast<void**>(call), kVersion,
-                                              cudaEnableDefault, &found) == cudaSuccess &&
-             found == cudaDriverEntryPointSuccess;
-    };
-    complete = find("cuGraphKernelNodeGetParams", &node_params) &&
-               find("cuKernelGetFunction", &function_of) && find("cuFuncGetName", &name_of) &&
-               find("cuOccupancyMaxActiveBlocksPerMultiprocessor", &resident_blocks);
-  }
-};
-
 }  // namespace
 
 std::vector<kernels::KernelUse> KernelUses(cudaGraph_t graph) {
-  static const Driver driver;
+  static const auto resident_blocks = DriverCall<decltype(::cuOccupancyMaxActiveBlocksPerMultiprocessor)>(
+      "cuOccupancyMaxActiveBlocksPerMultiprocessor");
   int device = 0, processors = 0, most_threads = 0;
-  size_t count = 0;
-  if (!driver.complete || cudaGetDevice(&device) != cudaSuccess ||
+  if (resident_blocks == nullptr || cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&most_threads, cudaDevAttrMaxThreadsPerMultiProcessor, device) != cudaSuccess ||
-      cudaGraphGetNodes(graph, nullptr, &count) != cudaSuccess) {
+      cudaDeviceGetAttribute(&most_threads, cudaDevAttrMaxThreadsPerMultiProcessor, device) != cudaSuccess) {
     return {};
   }
-  std::vector<cudaGraphNode_t> nodes(count);
-  if (count > 0 && cudaGraphGetNodes(graph, nodes.data(), &count) != cudaSuccess) return {};
+  const auto kernels = KernelsOf(graph);
+  if (!kernels.has_value()) return {};
   Sums sums[kCount];
-  for (const cudaGraphNode_t node : nodes) {
-    cudaGraphNodeType type;
-    if (cudaGraphNodeGetType(node, &type) != cudaSuccess || type != cudaGraphNodeTypeKernel) continue;
-    CUDA_KERNEL_NODE_PARAMS params{};
-    const char* name = nullptr;
-    if (driver.node_params(node, &params) != CUDA_SUCCESS) continue;
-    CUfunction function = params.func;
-    if (function == nullptr && driver.function_of(&function, params.kern) != CUDA_SUCCESS) continue;
-    if (driver.name_of(&name, function) != CUDA_SUCCESS || name == nullptr) continue;
+  for (const auto& [name, function, params] : *kernels) {
     for (size_t k = 0; k < kCount; ++k) {
       if (!absl::StrContains(name, kMainKernels[k].function)) continue;
       const unsigned threads = params.blockDimX * params.blockDimY * params.blockDimZ;
       int blocks = 0;  // resident on a multiprocessor
-      if (driver.resident_blocks(&blocks, function, static_cast<int>(threads), params.sharedMemBytes) !=
+      if (resident_blocks(&blocks, function, static_cast<int>(threads), params.sharedMemBytes) !=
           CUDA_SUCCESS) {
         break;
       }

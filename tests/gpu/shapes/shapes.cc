@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "common/bf16.h"
-#include "tests/gpu/shapes/kernel_names.h"
+#include "kernels/cuda/graph_kernels.h"
 
 namespace kdt::shapes {
 namespace {
@@ -150,7 +150,12 @@ void Shapes::Collect(const std::function<cudaError_t(const cuda::Launch&)>& op) 
   Check(cudaStreamBeginCapture(launch_.stream, cudaStreamCaptureModeThreadLocal), "capture");
   Check(op(launch_), "capture");
   Check(cudaStreamEndCapture(launch_.stream, &graph), "capture");
-  names_.merge(KernelNames(graph));
+  const auto kernels = cuda::KernelsOf(graph);
+  if (!kernels.has_value()) Fail("the driver does not tell a graph's kernels");
+  for (const cuda::GraphKernel& kernel : *kernels) {
+    if (kernel.name.empty()) Fail("a kernel of a graph is unknown");
+    names_.insert(kernel.name);
+  }
   Check(cudaGraphDestroy(graph), "capture");
 }
 
